@@ -1,0 +1,10 @@
+"""`python -m deepinfer` is the `deepinfer` command."""
+
+from __future__ import annotations
+
+import sys
+
+from deepinfer.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

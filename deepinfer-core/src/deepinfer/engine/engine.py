@@ -1,0 +1,268 @@
+"""`Engine`: requests in, results out, one step at a time.
+
+`entrypoints.driver` drives it for `LLM`; a benchmark or a test can do the same with any `Executor`. One request's way:
+`admission` checks it, the `scheduler` plans steps, `batch` turns a plan into arrays, the executor runs it,
+`step.commit_rows` extends the sequences, and whoever ends becomes a `RequestOutput` (`report`).
+
+    plan -> launch -> commit
+
+`step()` keeps at most `DEPTH` steps launched and commits the oldest. Depth is 1: a step is planned after the one before
+it has been committed. What a deeper pipeline needs is kept apart already: planning counts scheduled tokens, committing
+completed ones; memory of a sequence that ends while a step uses it is released when that step completes, and rows of
+ended sequences are dropped.
+
+Every request ends with exactly one `RequestOutput`, however it ends. Not thread-safe; the driver is.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from deepinfer.config import EngineConfig
+from deepinfer.engine.admission import Admission, Ask
+from deepinfer.engine.batch import StepPlan, build_batch
+from deepinfer.engine.collector import CollectorPause
+from deepinfer.engine.output import RequestOutput
+from deepinfer.engine.policy import AlternationPolicy
+from deepinfer.engine.report import finished_output, refused_output
+from deepinfer.engine.request import EngineTokenizer, ModelInfo
+from deepinfer.engine.scheduler import Scheduler
+from deepinfer.engine.sequence import Sequence
+from deepinfer.engine.stats import EngineStats
+from deepinfer.engine.step import commit_rows
+from deepinfer.errors import ConfigError, EngineError, RequestError
+from deepinfer.runner.inputs import CacheCapacity, Executor, StepHandle
+
+logger = logging.getLogger("deepinfer.engine")
+
+DEPTH = 1
+"""steps launched and not committed"""
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step on its way, from launch to commit."""
+
+    plan: StepPlan
+    handle: StepHandle
+    launch_time: float
+
+
+class Engine:
+    """The step loop over one executor.
+
+    config     resolved (`EngineConfig.resolve`)
+    tokenizer  None: requests must bring token ids, and results have no text
+    policy     prefill/decode alternation; None = the default
+    clock      seconds, monotonic
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        tokenizer: EngineTokenizer | None,
+        model: ModelInfo,
+        *,
+        policy: AlternationPolicy | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        assert config.max_model_len is not None, "resolve() the config first"
+        capacity = executor.capacity
+        _check_capacity(capacity)
+        self.config, self.model, self.tokenizer = config, model, tokenizer
+        self.stats = EngineStats()
+        self.scheduler = Scheduler(config, capacity, default_policy(config) if policy is None else policy)
+        self._admission = Admission(config, capacity, tokenizer, model, clock)
+        self._executor = executor
+        self._clock = clock
+        self._eos_ids = np.array(model.eos_ids, dtype=np.int64)
+        self._collector = CollectorPause(config.settings.gc_interval_step)
+        self._live: dict[str, Sequence] = {}
+        self._in_flight: deque[LaunchedStep] = deque()
+        self._outputs: list[RequestOutput] = []
+        self._num_requests = 0
+        self._num_launched = 0
+        self._closed = False
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+
+    def add_request(self, ask: Ask | None = None, *, request_id: str | None = None, **fields: Any) -> str:
+        """Queue a request, given as an `Ask` or by its fields; returns its id.
+
+        A wrong request is not queued: its result, with the error, is there at once. ValueError if the id is in use.
+        """
+        if self._closed:
+            raise EngineError("the engine is closed")
+        number = self._num_requests
+        request_id = str(number) if request_id is None else request_id
+        if request_id in self._live:
+            raise ValueError(f"request id {request_id!r} belongs to an unfinished request")
+        self._num_requests += 1
+        ask = Ask(**fields) if ask is None else ask
+        try:
+            seq = self._admission.admit(ask, number, request_id)
+        except RequestError as error:
+            self._add_output(refused_output(request_id, ask.prompt, error, self._clock()))
+            return request_id
+        self._live[request_id] = seq
+        self.scheduler.add(seq)
+        return request_id
+
+    def abort_request(self, request_ids: str | Iterable[str]) -> list[str]:
+        """End requests wherever they are; returns the ids that ended by this (unknown and finished ones are not in it).
+
+        Each still gets its result, with the tokens it has so far and finish reason "abort".
+        """
+        wanted = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        aborted = [request_id for request_id in dict.fromkeys(wanted) if request_id in self._live]
+        for request_id in aborted:
+            seq = self._live[request_id]
+            seq.finish("abort")
+            self._end(seq)
+        return aborted
+
+    @property
+    def has_unfinished(self) -> bool:
+        """True while a request has no result yet or a launched step is not committed."""
+        return bool(self._live or self._in_flight)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests without a result."""
+        return len(self._live)
+
+    def close(self) -> None:
+        """Abort what is unfinished and give the device back. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self.abort_request(list(self._live))
+            self._collector.release()
+            self._executor.close()
+
+    # --- the step loop -----------------------------------------------------------------------------------------------
+
+    def step(self) -> list[RequestOutput]:
+        """Launch what can be launched, commit the oldest step; returns the results that are new since the last call.
+
+        If the executor fails, every unfinished request ends with an error (`take_outputs` has the results), all
+        memory is free again, and EngineError is raised from the cause.
+        """
+        if self._closed:
+            raise EngineError("the engine is closed")
+        began, device = self._clock(), self.stats.device_seconds
+        try:
+            while len(self._in_flight) < DEPTH and (plan := self._plan()) is not None:
+                self._in_flight.append(self._launch(plan))
+            if self._in_flight:
+                self._commit(self._in_flight.popleft())
+            else:
+                assert not self._live, "requests are waiting, but nothing can be planned"
+        except BaseException as error:
+            self._fail(error)
+        self.stats.host_seconds += self._clock() - began - (self.stats.device_seconds - device)
+        self._collector.tick(busy=self.has_unfinished)
+        self._log()
+        return self.take_outputs()
+
+    def take_outputs(self) -> list[RequestOutput]:
+        """Results nobody has taken yet."""
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def _plan(self) -> StepPlan | None:
+        plan = self.scheduler.plan()
+        for seq in self.scheduler.take_stopped():
+            self._report(seq)
+        return plan
+
+    def _launch(self, plan: StepPlan) -> LaunchedStep:
+        self._num_launched += 1
+        if plan.kind == "prefill":
+            now = self._clock()
+            for seq in plan.sequences:
+                seq.first_scheduled_time = now if seq.first_scheduled_time is None else seq.first_scheduled_time
+        if plan.fresh_slots:
+            self._executor.zero_slots(plan.fresh_slots)
+        batch = build_batch(plan, self.scheduler.table, self._num_launched)
+        launch_time = self._clock()
+        return LaunchedStep(plan, self._executor.launch(batch), launch_time)
+
+    def _commit(self, step: LaunchedStep) -> None:
+        result = step.handle.result()
+        now = self._clock()
+        ended = commit_rows(step.plan, result, self.scheduler.table, self._eos_ids, now)
+        self.scheduler.complete(step.plan)
+        self.stats.add_step(step.plan.kind, step.plan.num_rows, int(step.plan.sampled.sum()), now - step.launch_time)
+        for seq in ended:
+            self._end(seq)
+
+    # --- how requests end --------------------------------------------------------------------------------------------
+
+    def _end(self, seq: Sequence) -> None:
+        """A sequence has finished: give its memory back and report it."""
+        self.scheduler.remove(seq)
+        self._report(seq)
+
+    def _report(self, seq: Sequence) -> None:
+        del self._live[seq.request_id]
+        self.stats.preemptions += seq.num_preemptions
+        self._add_output(finished_output(seq, self.tokenizer, self._clock()))
+
+    def _add_output(self, output: RequestOutput) -> None:
+        self.stats.finished += 1
+        self._outputs.append(output)
+
+    def _fail(self, error: BaseException) -> None:
+        """Leave no request without a result and no memory in use, then raise."""
+        while self._in_flight:
+            _settle(self._in_flight.popleft().handle)
+        self.scheduler.forget_steps()
+        where = f"step {self._num_launched}"
+        cause = RequestError(f"the engine failed in {where}: {type(error).__name__}: {error}")
+        cause.__cause__ = error
+        for seq in list(self._live.values()):
+            if not seq.finished:
+                seq.finish("error", error=cause)
+            self._end(seq)
+        self._collector.release()
+        if not isinstance(error, Exception):
+            raise error
+        raise EngineError(f"{where} failed: {type(error).__name__}: {error}") from error
+
+    def _log(self) -> None:
+        every = self.config.settings.logging_interval_step
+        if every > 0 and self._num_launched and self._num_launched % every == 0:
+            scheduler = self.scheduler
+            queues = f"{scheduler.num_running} running, {scheduler.num_waiting} waiting"
+            logger.info("%s, cache %.0f %%; %s", queues, 100 * scheduler.blocks.usage, self.stats.line())
+
+
+def default_policy(config: EngineConfig) -> AlternationPolicy:
+    """Prefill as soon as possible; DEEPINFER_PREFILL_ATTEMPT_INTERVAL counts only where somebody has set it."""
+    settings = config.settings
+    chosen = settings.origin("prefill_attempt_interval") != "default"
+    return AlternationPolicy(attempt_interval=settings.prefill_attempt_interval if chosen else 1)
+
+
+def _check_capacity(capacity: CacheCapacity) -> None:
+    if capacity.num_blocks < 2 or capacity.num_slots < 2:
+        raise ConfigError(
+            f"the executor offers {capacity.num_blocks} cache blocks and {capacity.num_slots} state slots, expected at "
+            "least 2 of each (id 0 is reserved): raise num_kv_blocks, max_num_seqs or the share of memory"
+        )
+
+
+def _settle(handle: StepHandle) -> None:
+    """Wait for a step whose result nobody wants any more; its own failure adds nothing to the one being handled."""
+    try:
+        handle.result()
+    except Exception:
+        logger.debug("a step in flight failed as well", exc_info=True)

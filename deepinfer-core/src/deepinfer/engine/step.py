@@ -1,0 +1,130 @@
+"""`commit_rows`: what a finished step means for its sequences: new tokens, scores, and who ends.
+
+Called by the engine once a step, after the executor's result has arrived. Whole-batch questions (end token? length
+reached?) are asked in numpy; only sequences that may end or that watch for stop strings are looked at one by one. Does
+not touch queues or memory: the engine passes the sequences that ended on to the scheduler.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from deepinfer.engine.batch import SlotTable, StepPlan
+from deepinfer.engine.output import TopLogprobs
+from deepinfer.engine.sequence import Sequence
+from deepinfer.errors import RequestError
+from deepinfer.runner.inputs import StepResult
+from deepinfer.sample.rows import SampledRows
+
+
+def commit_rows(
+    plan: StepPlan, result: StepResult, table: SlotTable, eos_ids: np.ndarray, now: float
+) -> list[Sequence]:
+    """Apply a step's result; returns the sequences it ended, in the plan's order.
+
+    A sequence that ended while the step was in flight (abort) is skipped: its row is dropped.
+    """
+    for index, scores in result.prompt_logprobs.items():
+        plan.sequences[index].record_prompt_scores(int(plan.q_starts[index]), np.asarray(scores))
+    ended = _scored(plan) if plan.kind == "prefill" else []
+    if not plan.sampled.any():
+        return ended
+    sequences = _sampled_sequences(plan)
+    slots = plan.slots[plan.sampled]
+    tokens = np.asarray(result.rows.token_ids)
+    table.push(slots, tokens)
+    suspects = _suspects(plan, result.rows, table, slots, tokens, eos_ids)
+    _append(sequences, result.rows, tokens)
+    _append_extras(sequences, result.rows, table.num_top[slots])
+    if plan.kind == "prefill":
+        _stamp_first_tokens(sequences, now)
+    for row in np.flatnonzero(suspects).tolist():
+        seq = sequences[row]
+        if not seq.finished and _ends(seq, int(suspects[row]), int(tokens[row]), result.rows.error[row]):
+            ended.append(seq)
+    return ended
+
+
+# Why a row is looked at, as bits: an error, an end token, a watcher, the length.
+_ERROR, _EOS, _WATCHED, _LENGTH = 1, 2, 4, 8
+
+
+def _suspects(
+    plan: StepPlan,
+    rows: SampledRows,
+    table: SlotTable,
+    slots: np.ndarray,
+    tokens: np.ndarray,
+    eos_ids: np.ndarray,
+) -> np.ndarray:
+    """int64 [R]: why each sampled row has to be looked at, 0 = it simply goes on."""
+    position = (plan.q_starts + plan.q_lens)[plan.sampled]  # of the new token
+    is_eos = np.isin(tokens, eos_ids) & ~table.ignore_eos[slots] & (position >= table.eos_from[slots])
+    suspects = is_eos * _EOS + table.watched[slots] * _WATCHED + (position + 1 >= table.max_len[slots]) * _LENGTH
+    for row, error in enumerate(rows.error):
+        if error is not None:
+            suspects[row] |= _ERROR
+    return suspects
+
+
+def _ends(seq: Sequence, suspect: int, token: int, error: str | None) -> bool:
+    """Finish the sequence if its newest token ends it. An end token or stop rule goes before the length."""
+    if suspect & _ERROR:
+        seq.finish("error", error=RequestError(f"no token could be sampled after {seq.length} tokens: {error}"))
+        return True
+    rule = seq.stop_rule(token) if suspect & _WATCHED else None
+    if suspect & _EOS:
+        seq.finish("stop")
+    elif rule is not None:
+        seq.finish("stop", stop_reason=rule)
+    elif suspect & _LENGTH:
+        seq.finish("length")
+    return seq.finished
+
+
+def _sampled_sequences(plan: StepPlan) -> list[Sequence]:
+    if plan.sampled.all():
+        return plan.sequences
+    return [seq for seq, sampled in zip(plan.sequences, plan.sampled.tolist(), strict=True) if sampled]
+
+
+def _scored(plan: StepPlan) -> list[Sequence]:
+    """Finish the sequences that were only to be scored and whose whole prompt has now been computed."""
+    done = []
+    for seq, end in zip(plan.sequences, (plan.q_starts + plan.q_lens).tolist(), strict=True):
+        if seq.request.score_only and not seq.finished and end == seq.prompt_len:
+            seq.finish("stop")
+            done.append(seq)
+    return done
+
+
+def _append(sequences: list[Sequence], rows: SampledRows, tokens: np.ndarray) -> None:
+    """Append the new token and its logprob to every sequence that goes on."""
+    logprobs = np.asarray(rows.logprobs).tolist()
+    for seq, token, logprob, error in zip(sequences, tokens.tolist(), logprobs, rows.error, strict=True):
+        if error is None and not seq.finished:
+            seq.output_ids.append(token)
+            seq.logprobs.append(logprob)
+
+
+def _append_extras(sequences: list[Sequence], rows: SampledRows, num_top: np.ndarray) -> None:
+    """Append what only some requests or settings ask for: the most likely tokens, the cumulative probability."""
+    if rows.sum_smaller is not None:
+        for seq, value, error in zip(sequences, np.asarray(rows.sum_smaller).tolist(), rows.error, strict=True):
+            if error is None and not seq.finished:
+                seq.sum_smaller_probs = [] if seq.sum_smaller_probs is None else seq.sum_smaller_probs
+                seq.sum_smaller_probs.append(value)
+    if rows.top_ids is None or rows.top_logprobs is None:
+        return
+    ids, logprobs = np.asarray(rows.top_ids), np.asarray(rows.top_logprobs)
+    for row in np.flatnonzero(num_top).tolist():
+        seq, count = sequences[row], int(num_top[row])
+        if rows.error[row] is None and not seq.finished:
+            seq.top_logprobs = [] if seq.top_logprobs is None else seq.top_logprobs
+            seq.top_logprobs.append(TopLogprobs(ids[row, :count].copy(), logprobs[row, :count].copy()))
+
+
+def _stamp_first_tokens(sequences: list[Sequence], now: float) -> None:
+    for seq in sequences:
+        if seq.first_token_time is None and seq.output_ids:
+            seq.first_token_time = now

@@ -1,0 +1,1 @@
+"""What core's default communicator is made of: torch process groups, gather sessions, messages between ranks."""

@@ -1,0 +1,1 @@
+"""What core's default runtime is made of: plain data, synchronous stand-ins, the host, any torch accelerator."""

@@ -1,0 +1,126 @@
+"""A worker: one device with its ops, weights, caches and sampler, made from an engine config in one pass.
+
+Called by the executor. Order matters: everything that can be refused from files and headers alone is refused before
+weights are read and memory is taken.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from deepinfer.config import EngineConfig
+from deepinfer.errors import ConfigError
+from deepinfer.hooks import Numerics, OpContext, OpTable, build_ops, open_backend
+from deepinfer.hooks.ops.step_inputs import Truncation
+from deepinfer.hub.locate import locate
+from deepinfer.hub.safetensors import Checkpoint
+from deepinfer.hub.tokenizer import Tokenizer
+from deepinfer.hub.vocabulary import compress_vocabulary
+from deepinfer.models.deepseek_v41.config import ModelConfig
+from deepinfer.models.deepseek_v41.manifest import manifest
+from deepinfer.models.deepseek_v41.random_weights import RandomTensors
+from deepinfer.models.deepseek_v41.weights import TensorSource, build_model
+from deepinfer.runner.cache import plan_capacity
+from deepinfer.runner.inputs import CacheCapacity, StepBatch, StepResult
+from deepinfer.runner.model_runner import ModelRunner
+from deepinfer.sample.sampler import Sampler
+
+BLOCK_SIZE = 128
+"""tokens of a paged cache block"""
+
+logger = logging.getLogger("deepinfer.runner")
+
+
+@dataclass(slots=True)
+class Worker:
+    """What `load` made; `run` is the hot path."""
+
+    ops: OpTable
+    runner: ModelRunner
+    capacity: CacheCapacity
+
+    @classmethod
+    def load(cls, config: EngineConfig) -> Worker:
+        """Bind ops, check and load the checkpoint, allocate caches."""
+        settings = config.settings
+        directory = locate(config.model, config.revision, settings.hf_model_dir)
+        model_config = ModelConfig.from_directory(directory)
+        config = config.resolve(model_config)
+        truncation = read_truncation(config, model_config)
+        source = tensor_source(config, model_config, directory)
+        tokenizer = Tokenizer(directory)
+        vocab_map = read_vocab_map(tokenizer, model_config)
+        context, ops = bind_ops(config, model_config)
+        model = build_model(model_config, source, ops, context, vocab_map)
+        spec = model_config.cache_spec(BLOCK_SIZE, settings.max_backtracking_tokens)
+        capacity = plan_capacity(
+            spec, config.max_model_len, config.max_num_seqs, settings.num_state_slots_ratio,
+            cache_bytes(ops, config.gpu_memory_utilization), config.num_kv_blocks,
+        )  # fmt: skip
+        cache = ops.cache.allocate(spec, capacity.num_blocks, capacity.num_slots)
+        sampler = Sampler.create(ops, model_config.text.vocab_size, tokenizer, settings)
+        runner = ModelRunner(model, cache, sampler, truncation, model_config.text.engram_max_ngram_size - 1)
+        return cls(ops, runner, capacity)
+
+    def run(self, batch: StepBatch) -> StepResult:
+        """Run a step to its end."""
+        return self.runner.run(batch)
+
+    def close(self) -> None:
+        """Give weights and caches back."""
+        del self.runner
+
+
+def read_truncation(config: EngineConfig, model_config: ModelConfig) -> Truncation:
+    """The prefill truncation the settings ask for, refused where the model cannot honour it."""
+    settings = config.settings
+    if settings.yoco_prefill_truncation_mode == "compact":
+        model_config.topology.require_compactable()
+    return Truncation(settings.yoco_prefill_truncation_mode, settings.yoco_prefill_keep_tokens)
+
+
+def tensor_source(config: EngineConfig, model_config: ModelConfig, directory: Path) -> TensorSource:
+    """The checkpoint, its headers checked against the manifest, or random tensors of the same shapes."""
+    expected = manifest(model_config)
+    if config.load_format == "dummy":
+        return RandomTensors(expected, config.seed)
+    checkpoint = Checkpoint.open(directory)
+    checkpoint.validate(expected)
+    return checkpoint
+
+
+def read_vocab_map(tokenizer: Tokenizer, model_config: ModelConfig) -> torch.Tensor:
+    """Compressed vocabulary [V] of the tokenizer; its size is a checksum in the config."""
+    mapping, size = compress_vocabulary(tokenizer)
+    expected = model_config.text.engram_compressed_vocab_size
+    if size != expected:
+        raise ConfigError(
+            f"text_config.engram_compressed_vocab_size: found {expected}, but the tokenizer's vocabulary compresses to "
+            f"{size} classes; tokenizer and checkpoint do not belong together"
+        )
+    return torch.as_tensor(mapping)
+
+
+def bind_ops(config: EngineConfig, model_config: ModelConfig) -> tuple[OpContext, OpTable]:
+    """Select the backend and bind every op."""
+    settings = config.settings
+    backend = open_backend(config.accelerator, settings=settings)
+    context = OpContext(
+        device=torch.device(backend.device_type),
+        numerics=Numerics(quantize=config.numerics == "exact", order_free=settings.batch_invariant),
+        traits=model_config.traits(BLOCK_SIZE, settings.max_backtracking_tokens, config.runtime_max_model_len),
+        settings=settings,
+    )
+    ops = build_ops(backend, context, config.op_overrides, config.trace_ops)
+    ops.runtime.select(0)
+    return context, ops
+
+
+def cache_bytes(ops: OpTable, utilization: float) -> int | None:
+    """Bytes the caches may take: the allowed share of the device's memory that is still free."""
+    memory = ops.runtime.memory()
+    return max(0, int(memory.free - memory.total * (1 - utilization)))
