@@ -66,8 +66,8 @@ choose_environment() {
 probe_backend() {
   local name answer found=""
   for name in nvidia ascend; do
-    answer=$("$python" -c 'import runpy, sys; print(bool(runpy.run_path(sys.argv[1])["present"]()))' \
-      "$root/deepinfer-$name/src/deepinfer_$name/probe.py") ||
+    answer=$(PYTHONPATH="$root/deepinfer-core/src:$root/deepinfer-$name/src" \
+      "$python" -c "import deepinfer_$name.probe as probe; print(probe.present())") ||
       die "the probe of deepinfer-$name failed (see above). Choose a backend yourself: DEEPINFER_ACCELERATOR=cpu ./build.sh"
     [ "$answer" = False ] || found="$found $name"
   done

@@ -42,9 +42,10 @@ class DraftChain:
 class Oracle:
     """The text model of a checkpoint directory.
 
-    mode: "smooth" (float64, no rounding) or "exact" (every quantizer and bf16 rounding). vocabulary: token id -> class for
-    Engram, default computed from `tokenizer.json`. output_rounding: which of the two optional bf16 roundings of the output
-    projection exact mode applies, a subset of {"attention", "lora"}; none is the literal formula.
+    mode             "smooth" (float64, no rounding) or "exact" (every quantizer and bf16 rounding)
+    vocabulary       token id -> class for Engram, default computed from `tokenizer.json`
+    output_rounding  which optional bf16 roundings of the output projection exact mode applies, a subset of
+                     {"attention", "lora"}; none is the literal formula
     """
 
     def __init__(
@@ -523,4 +524,3 @@ class _Forward:
         streams = self._write_back(streams, y, post, comb)
         no_images = np.zeros(len(streams), dtype=bool)
         return self._ffn_site(name, streams, own_pre, no_images)
-

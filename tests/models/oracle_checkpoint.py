@@ -20,7 +20,7 @@ SCALE_BLOCK = 32
 
 
 class Tensors:
-    """Tensors of a checkpoint by name, dequantized to float64. Decoded tensors are kept as float32, which is lossless."""
+    """Tensors of a checkpoint by name, dequantized to float64. They are kept as float32, which is lossless."""
 
     def __init__(self, directory: str | Path) -> None:
         directory = Path(directory)

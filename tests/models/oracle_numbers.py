@@ -1,8 +1,8 @@
 """Rounding, quantizers, norm and rope of the oracle: numpy float64, written from the formulas, no float8 casts.
 
-Used by `oracle.py`. A `Numbers` object is one of the two numerics modes: in *smooth* mode every rounding and quantizer is
-the identity and all values stay float64; in *exact* mode sums are accumulated in float64, rounded once to float32, and
-every bf16() and quantizer of the specification applies. Quantizers return the dequantized value.
+Used by `oracle.py`. A `Numbers` object is one of the two numerics modes: in *smooth* mode every rounding and quantizer
+is the identity and all values stay float64; in *exact* mode sums are accumulated in float64, rounded once to float32,
+and every bf16() and quantizer of the specification applies. Quantizers return the dequantized value.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ ROPE_CHANNELS = 64
 
 
 def e4m3_table() -> np.ndarray:
-    """Values of the 127 finite non-negative e4m3fn codes, [127], ascending: 4 exponent bits (bias 7), 3 mantissa bits."""
+    """Values of the 127 finite non-negative e4m3fn codes, [127], ascending: 4 exponent bits (bias 7), 3 of mantissa."""
     codes = np.arange(0x7F)  # 0x7F is NaN
     exponent, mantissa = codes >> 3, codes & 7
     return np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7.0))

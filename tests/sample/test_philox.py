@@ -52,7 +52,7 @@ def test_known_answers():
 
 def test_integer_version_is_numpys_philox_at_64_bits():
     counter, key = [11, 22, 33, 44], [0x0123456789ABCDEF, 2**64 - 5]
-    generator = np.random.Philox(counter=counter, key=key)
+    generator = np.random.Philox(counter=np.array(counter, np.uint64), key=np.array(key, np.uint64))
     expected = philox([12, 22, 33, 44], key, bits=64)  # numpy steps the counter before its first block
     assert generator.random_raw(4).tolist() == expected
 

@@ -163,7 +163,7 @@ def _without_legacy(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _from_settings(arguments: dict[str, Any], settings: Settings) -> dict[str, Any]:
-    """Arguments that a variable can give as well: the argument wins, overrides of ops come before the variable's."""
+    """Arguments with what a variable can give as well filled in. DEEPINFER_OPS stays in `settings`: see `build_ops`."""
     if "model" not in arguments:
         raise ConfigError("model is missing: give the directory of a checkpoint or a hub id")
     for name in ("model", "tokenizer"):
@@ -171,7 +171,7 @@ def _from_settings(arguments: dict[str, Any], settings: Settings) -> dict[str, A
             arguments[name] = os.fspath(arguments[name])
     overrides = arguments.get("op_overrides") or ()
     overrides = (overrides,) if isinstance(overrides, str) else tuple(overrides)
-    merged = dict(arguments, op_overrides=overrides + settings.ops)
+    merged = dict(arguments, op_overrides=overrides)
     for name in ("accelerator", "num_kv_blocks", "trace_ops"):
         if merged.get(name) is None:
             merged[name] = getattr(settings, name)

@@ -169,7 +169,7 @@ class Settings:
     )
     trace_ops: str | None = _setting(None, choice("count", "time", "shapes"), _TOOL, "trace bound ops, as --trace-ops")
     log_level: str = _setting(
-        "info", choice("debug", "info", "warning", "error"), _TOOL, "least severe message the commands print"
+        "warning", choice("debug", "info", "warning", "error"), _TOOL, "least severe message the commands print"
     )
     debug: bool = _setting(False, BOOL, _TOOL, "commands show tracebacks, as --debug")
     torch_spec: str | None = _setting(None, TEXT, _TOOL, "torch that build.sh installs, e.g. torch==2.13.0")

@@ -222,7 +222,7 @@ def _strings(name: str, values: Any) -> tuple[str, ...]:
         if not isinstance(text, str):
             raise TypeError(f"{name}[{i}]={text!r} must be a string, not {type(text).__name__}")
         if not text:
-            raise RequestError(f"{name}[{i}] is empty; an empty stop string would end every text at once")
+            raise RequestError(f"{name}[{i}]='' is empty; it would end every text at once")
     return strings
 
 

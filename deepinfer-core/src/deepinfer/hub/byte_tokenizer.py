@@ -16,12 +16,17 @@ BOS = "<｜begin▁of▁sentence｜>"
 EOS = "<｜end▁of▁sentence｜>"
 PAD = "<｜▁pad▁｜>"
 IMAGE = "<｜deepseek_image｜>"
-NAMED = ("<｜User｜>", "<｜Assistant｜>", "<｜System｜>", "<｜latest_reminder｜>", IMAGE, "<think>", "</think>", "｜DSML｜")
+USER, ASSISTANT, SYSTEM, REMINDER = "<｜User｜>", "<｜Assistant｜>", "<｜System｜>", "<｜latest_reminder｜>"
+THINK, END_THINK, DSML = "<think>", "</think>", "｜DSML｜"
+NAMED = (USER, ASSISTANT, SYSTEM, REMINDER, IMAGE, THINK, END_THINK, DSML)
 MERGES = "t h|th e|T h|Th e|Ġ the|Ġ The|i n|a n|an d|Ġ and|Ġ a|Ġ in|Ġ Ġ|Ċ Ċ|i s|Ġ is"
 TAIL = 16
 """The named tokens begin this many ids before the end of the vocabulary."""
 SPECIAL_LIMIT = 2048
 """Reserved tokens beyond so many are plain vocabulary entries: matching special tokens in text costs per token."""
+RESERVED = "reserved"
+CASINGS = 2 ** len(RESERVED)
+"""Spellings of a reserved token that fall into one class."""
 SHARED_CLASSES = 39
 """Classes that the fixed tokens lose to case and white space: 512 ids give 473 classes."""
 
@@ -32,7 +37,7 @@ def build_byte_tokenizer(vocab_size: int, classes: int | None = None, image_id: 
     `classes` is the wanted size of the compressed vocabulary (default: all reserved tokens distinct), `image_id` the id
     of the image placeholder (default: among the named tokens at the end). Raises ConfigError where they cannot be met.
     """
-    merges = [tuple(pair.split(" ")) for pair in MERGES.split("|")]
+    merges = [(left, right) for left, _, right in (pair.partition(" ") for pair in MERGES.split("|"))]
     fixed = [*byte_symbols(), *("".join(pair) for pair in merges)]
     tokens: list[str | None] = [None] * vocab_size
     reserved = vocab_size - 3 - len(fixed) - len(NAMED)
@@ -41,10 +46,11 @@ def build_byte_tokenizer(vocab_size: int, classes: int | None = None, image_id: 
     tokens[:3] = BOS, EOS, PAD
     _place_named(tokens, image_id)
     free = iter([index for index, token in enumerate(tokens) if token is None])
-    extra = list(_reserved_names(reserved, _repeats(vocab_size, classes)))
+    extra = list(_reserved_names(reserved, _repeats(vocab_size, reserved, classes)))
     for index, token in zip(free, [*fixed, *extra], strict=True):
         tokens[index] = token
-    return _assemble(tokens, merges, [BOS, EOS, PAD, *NAMED, *extra[:SPECIAL_LIMIT]])
+    vocabulary = [token for token in tokens if token is not None]
+    return _assemble(vocabulary, merges, [BOS, EOS, PAD, *NAMED, *extra[:SPECIAL_LIMIT]])
 
 
 def byte_symbols() -> list[str]:
@@ -67,22 +73,25 @@ def _place_named(tokens: list[str | None], image_id: int | None) -> None:
             tokens[next(free)] = name
 
 
-def _repeats(vocab_size: int, classes: int | None) -> int:
-    """How many reserved tokens must share a class with another one."""
+def _repeats(vocab_size: int, reserved: int, classes: int | None) -> int:
+    """How many reserved tokens must share a class with another one, so that `classes` remain."""
     most = vocab_size - SHARED_CLASSES
-    return 0 if classes is None else most - classes
+    if classes is None:
+        return 0
+    fewest = most - (reserved - -(-reserved // CASINGS))
+    if not fewest <= classes <= most:
+        expected = f"{fewest} to {most} with the {vocab_size} tokens of a generated tokenizer"
+        raise ConfigError(f"text_config.engram_compressed_vocab_size: found {classes}, expected {expected}")
+    return most - classes
 
 
 def _reserved_names(count: int, repeats: int) -> Iterator[str]:
     """Distinct names, then `repeats` names that differ from earlier ones in case only and so share their class."""
     distinct = count - repeats
-    if repeats < 0 or (repeats and distinct * (2 ** len("reserved") - 1) < repeats):
-        found = f"a size that {count} reserved tokens cannot give"
-        raise ConfigError(f"text_config.engram_compressed_vocab_size: found {found}, expected {count} classes less or more")
     for number in range(distinct):
-        yield f"<｜reserved_{number:03d}｜>"
+        yield f"<｜{RESERVED}_{number:03d}｜>"
     for number in range(repeats):
-        yield f"<｜{_cased('reserved', 1 + number // distinct)}_{number % distinct:03d}｜>"
+        yield f"<｜{_cased(RESERVED, 1 + number // distinct)}_{number % distinct:03d}｜>"
 
 
 def _cased(word: str, mask: int) -> str:

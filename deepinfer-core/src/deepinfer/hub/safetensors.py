@@ -11,27 +11,22 @@ themselves. `map_rows` maps instead of reading, for tables larger than memory.
 from __future__ import annotations
 
 import io
-import json
 import mmap
 import os
 import warnings
 from collections.abc import Iterable, KeysView, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from deepinfer.errors import CheckpointError
 from deepinfer.hub.checkpoint_check import compare
-from deepinfer.hub.faults import Faults
-from deepinfer.hub.safetensors_header import TensorInfo, read_header
+from deepinfer.hub.safetensors_header import TensorInfo
+from deepinfer.hub.safetensors_index import scan
 from deepinfer.hub.tensor_spec import TensorSpec
-
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
-COPY_HINT = "The copy looks incomplete: download or copy the checkpoint again, then compare file names and sizes."
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -76,12 +71,7 @@ class Checkpoint:
     @classmethod
     def open(cls, directory: str | Path) -> Checkpoint:
         """Read index and headers. Raises CheckpointError listing every missing, damaged or contradictory file."""
-        directory = Path(directory)
-        weight_map = _read_index(directory)
-        shards = [SINGLE_NAME] if weight_map is None else sorted(set(weight_map.values()))
-        _require_files(directory, shards)
-        headers = _read_headers(directory, shards)
-        return cls(directory, _merge(directory, headers, weight_map))
+        return cls(Path(directory), scan(Path(directory)))
 
     @property
     def names(self) -> KeysView[str]:
@@ -105,7 +95,7 @@ class Checkpoint:
         compare(self.directory, self._tensors, manifest)
 
     def read(self, name: str, out: torch.Tensor | None = None) -> torch.Tensor:
-        """A whole tensor, in stored shape and dtype (`TORCH_DTYPES`); into `out` where given (contiguous, same size)."""
+        """A whole tensor in stored shape and dtype (`TORCH_DTYPES`); into `out` where given (contiguous, same kind)."""
         info = self.info(name)
         return self._read(info, info.start, info.shape, out)
 
@@ -149,11 +139,13 @@ class Checkpoint:
         rows = info.shape[0]
         stop = rows if stop is None else stop
         if not 0 <= start <= stop <= rows:
-            raise CheckpointError(f"{self.directory}: {name}: found rows [{start}, {stop}), expected within [0, {rows})")
+            found = f"rows [{start}, {stop})"
+            raise CheckpointError(f"{self.directory}: {name}: found {found}, expected a range within [0, {rows})")
         row_bytes = info.nbytes // rows if rows else 0
         return info, info.start + start * row_bytes, (stop - start, *info.shape[1:])
 
     def _read(self, info: TensorInfo, first: int, shape: tuple[int, ...], out: torch.Tensor | None) -> torch.Tensor:
+        """Bytes from `first` on as a tensor of `shape`, in new memory or in `out`."""
         dtype = TORCH_DTYPES[info.dtype]
         tensor = torch.empty(shape, dtype=dtype) if out is None else out
         if tuple(tensor.shape) != shape or tensor.dtype != dtype or not tensor.is_contiguous():
@@ -161,7 +153,7 @@ class Checkpoint:
             raise ValueError(f"out: found {found}, expected contiguous {dtype} {list(shape)}")
         if tensor.numel():
             # bytes are viewed flat: numpy knows neither bfloat16 nor the 8-bit floats, and 0-d has no byte view
-            self._fill(info, memoryview(tensor.view(-1).view(torch.uint8).numpy()), first)
+            self._fill(info, tensor.view(-1).view(torch.uint8).numpy().data, first)
         return tensor
 
     def _fill(self, info: TensorInfo, buffer: memoryview, position: int) -> None:
@@ -176,86 +168,3 @@ class Checkpoint:
         if path not in self._files:
             self._files[path] = io.FileIO(path, "rb")
         return self._files[path]
-
-
-def _read_index(directory: Path) -> dict[str, str] | None:
-    """{tensor: shard}; None for a checkpoint of one file without an index."""
-    path = directory / INDEX_NAME
-    if not directory.is_dir():
-        raise CheckpointError(f"{directory}: found no such directory, expected a checkpoint")
-    if not path.exists():
-        if (directory / SINGLE_NAME).exists():
-            return None
-        shards = len(list(directory.glob("*.safetensors")))
-        found = f"found {shards} *.safetensors files and neither {INDEX_NAME} nor {SINGLE_NAME}"
-        raise CheckpointError(f"{directory}: {found}, expected one of them. {COPY_HINT}")
-    try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        valid = isinstance(weight_map, dict) and all(isinstance(shard, str) for shard in weight_map.values())
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: damaged index ({type(error).__name__}: {error}); copy it again") from None
-    if not valid or not weight_map:
-        raise CheckpointError(f'{path}: damaged index: found no "weight_map" of tensor and file names; copy it again')
-    outside = [shard for shard in weight_map.values() if Path(shard).name != shard]
-    if outside:
-        raise CheckpointError(f"{path}: found shard {outside[0]!r}, expected a file name inside the directory")
-    return weight_map
-
-
-def _require_files(directory: Path, shards: Iterable[str]) -> None:
-    faults = Faults(directory)
-    for shard in shards:
-        if not (directory / shard).is_file():
-            faults.add(f"missing {shard}")
-    known = set(shards)
-    others = sorted(file.name for file in directory.glob("*.safetensors") if file.name not in known)
-    hint = COPY_HINT
-    if others:
-        hint += f" Files that the index does not name: {', '.join(others[:5])}{' ...' if len(others) > 5 else ''}."
-    faults.raise_if_any(f"{len(faults.lines)} of {len(known)} shards named by the index are missing", hint)
-
-
-def _read_headers(directory: Path, shards: Iterable[str]) -> dict[str, dict[str, TensorInfo]]:
-    faults, headers = Faults(directory), {}
-    for shard in shards:
-        try:
-            headers[shard] = read_header(directory / shard)
-        except CheckpointError as error:
-            faults.add(str(error))
-    faults.raise_if_any("damaged shards", COPY_HINT)
-    return headers
-
-
-def _merge(
-    directory: Path, headers: Mapping[str, Mapping[str, TensorInfo]], weight_map: Mapping[str, str] | None
-) -> dict[str, TensorInfo]:
-    """One table over all shards, checked against the index."""
-    faults = Faults(directory)
-    tensors: dict[str, TensorInfo] = {}
-    for shard, infos in headers.items():
-        for written, info in infos.items():
-            name = written.removeprefix("model.")
-            if name in tensors:
-                other = tensors[name].file.name
-                faults.add(f"{name}: found twice, in {other} and in {shard} (with and without 'model.' is the same name)")
-            tensors[name] = info
-    if weight_map is not None:
-        _check_index(tensors, weight_map, faults)
-    faults.raise_if_any("index and shards disagree", f"{INDEX_NAME} may be of an older conversion. {COPY_HINT}")
-    return tensors
-
-
-def _check_index(tensors: Mapping[str, TensorInfo], weight_map: Mapping[str, str], faults: Faults) -> None:
-    indexed: dict[str, Any] = {}
-    for written, shard in weight_map.items():
-        name = written.removeprefix("model.")
-        if name in indexed:
-            faults.add(f"{name}: the index has it with and without the prefix 'model.', expected one spelling")
-        indexed[name] = shard
-        if name not in tensors:
-            faults.add(f"{name}: the index says {shard}, but no shard has it")
-        elif tensors[name].file.name != shard:
-            faults.add(f"{name}: the index says {shard}, found in {tensors[name].file.name}")
-    for name, info in tensors.items():
-        if name not in indexed:
-            faults.add(f"{name}: found in {info.file.name}, but the index does not list it")

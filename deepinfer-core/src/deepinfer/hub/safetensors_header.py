@@ -6,13 +6,13 @@ Called by `safetensors.py` for each shard. The format: 8 bytes little-endian hea
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from deepinfer.errors import CheckpointError
+from deepinfer.hub import strict_json
 from deepinfer.hub.tensor_spec import BITS
 
 MAX_HEADER_BYTES = 100_000_000
@@ -51,7 +51,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 def _header_length(path: Path, prefix: bytes, size: int) -> int:
     length = int.from_bytes(prefix, "little")
     if len(prefix) < 8 or length > MAX_HEADER_BYTES or length < 2:
-        raise CheckpointError(f"{path.name}: not a safetensors file ({size} bytes; no valid header length at its start)")
+        raise CheckpointError(f"{path.name}: not a safetensors file ({size} bytes, no valid header length)")
     if 8 + length > size:
         raise CheckpointError(
             f"{path.name}: truncated: the header alone has {8 + length} bytes, the file has {size}; copy it again"
@@ -61,20 +61,12 @@ def _header_length(path: Path, prefix: bytes, size: int) -> int:
 
 def _parse(path: Path, text: bytes) -> dict[str, Any]:
     try:
-        entries = json.loads(text, object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
+        entries = strict_json.loads(text)
+    except ValueError as error:
         raise CheckpointError(f"{path.name}: damaged header: {error}") from None
     if not isinstance(entries, dict):
         raise CheckpointError(f"{path.name}: damaged header: found a {type(entries).__name__}, expected an object")
     entries.pop("__metadata__", None)
-    return entries
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    entries = dict(pairs)
-    if len(entries) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} appears twice")
     return entries
 
 
@@ -84,8 +76,9 @@ def _info(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
         if not all(type(value) is int and value >= 0 for value in (*shape, begin, end)):
             raise ValueError
     except (KeyError, TypeError, ValueError):
+        found = f"{entry!r:.120}"
         expected = '"dtype", "shape" and "data_offsets" [begin, end]'
-        raise CheckpointError(f"{path.name}: {name}: damaged header entry {entry!r:.120}, expected {expected}") from None
+        raise CheckpointError(f"{path.name}: {name}: found header entry {found}, expected {expected}") from None
     if not isinstance(dtype, str) or dtype not in BITS:
         raise CheckpointError(f"{path.name}: {name}: found dtype {dtype!r}, expected one of {', '.join(BITS)}")
     nbytes = math.prod(shape) * BITS[dtype] // 8

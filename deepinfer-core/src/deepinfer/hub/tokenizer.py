@@ -1,7 +1,7 @@
 """Text to token ids and back, for the engine and for users (`LLM.get_tokenizer()`).
 
-A thin layer over the `tokenizers` library that adds the rules of the checkpoint (`tokenizer_files.py`), one BOS rule and
-decoding token by token.
+A thin layer over the `tokenizers` library that adds the rules of the checkpoint (`tokenizer_files.py`), one BOS rule
+and decoding token by token. It knows nothing of chats (`chat.py`) or of the model.
 
 The BOS rule: `encode` puts one BOS before a text unless the text already begins with it. Ids that a caller brings are
 never changed.
@@ -54,7 +54,7 @@ class Tokenizer:
         except (TypeError, UnicodeEncodeError):
             place = next((i for i, character in enumerate(text) if "\ud800" <= character <= "\udfff"), None)
             raise RequestError(f"prompt: found a lone surrogate at character {place}, expected valid Unicode") from None
-        if add_bos and self.adds_bos and ids[:1] != [self.bos_id]:
+        if add_bos and self.adds_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)
         return ids
 

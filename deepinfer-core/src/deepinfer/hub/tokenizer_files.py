@@ -11,7 +11,6 @@ native   the files as they are: a BOS is added where `tokenizer_config.json` say
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from tokenizers import AddedToken, decoders
 from tokenizers import Tokenizer as Backend
 
 from deepinfer.errors import TokenizerError
+from deepinfer.hub import strict_json
 from deepinfer.hub.byte_tokenizer import BOS, EOS, PAD, build_byte_tokenizer
 
 RELEASE_VOCAB_SIZE = 129_280
@@ -55,9 +55,11 @@ def read_rules(directory: Path, compatibility: str | None = None) -> TokenizerRu
     if policy not in ("release", "native"):
         raise TokenizerError(f"tokenizer_compatibility: found {policy!r}, expected 'release' or 'native'")
     vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+    bos: int | None = 0
+    pad: int | None = 2
+    adds_bos = True
     if policy == "release":
         _require_release(directory, backend, settings, vocab_size)
-        bos, pad, adds_bos = 0, 2, True
     else:
         bos = _named_id(backend, settings, "bos_token", config.get("bos_token_id"))
         pad = _named_id(backend, settings, "pad_token", config.get("pad_token_id"))
@@ -77,7 +79,7 @@ def _read_json(path: Path, optional: bool = False) -> Mapping[str, Any]:
     if optional and not path.exists():
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = strict_json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise TokenizerError(f"{path}: missing; tokenizer.json and tokenizer_config.json are needed") from None
     except (OSError, ValueError) as error:
@@ -104,13 +106,14 @@ def _read_backend(path: Path) -> Backend:
 
 def _require_release(directory: Path, backend: Backend, settings: Mapping[str, Any], vocab_size: int) -> None:
     """Check the pins of the release and register the placeholders."""
-    facts = [("tokenizer_class", settings.get("tokenizer_class"), RELEASE_CLASS)]
+    facts: list[tuple[str, Any, Any]] = [("tokenizer_class", settings.get("tokenizer_class"), RELEASE_CLASS)]
     facts += [(f"id of {token}", backend.token_to_id(token), index) for index, token in enumerate((BOS, EOS, PAD))]
     if backend.token_to_id(PLACEHOLDERS[0]) is None:
         facts.append(("size of the vocabulary", vocab_size, RELEASE_VOCAB_SIZE))
     _require(directory, facts)
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in PLACEHOLDERS])
-    _require(directory, [(f"id of {t}", backend.token_to_id(t), RELEASE_VOCAB_SIZE + i) for i, t in enumerate(PLACEHOLDERS)])
+    expected = enumerate(PLACEHOLDERS, RELEASE_VOCAB_SIZE)
+    _require(directory, [(f"id of {token}", backend.token_to_id(token), index) for index, token in expected])
 
 
 def _require(directory: Path, facts: list[tuple[str, Any, Any]]) -> None:

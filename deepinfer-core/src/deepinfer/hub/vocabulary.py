@@ -1,7 +1,8 @@
 """The compressed vocabulary of Engram: token ids that spell the same word up to case, accents and blanks share a class.
 
-Built once per engine from the tokenizer; the n-gram hash works on classes. The checkpoint does not store the map, so it
-must come out exactly as in training: the configuration gives the number of classes, and `compress_vocabulary` checks it.
+Built once per engine from the tokenizer; the n-gram hash works on classes. The checkpoint does not store the map, so
+it must come out exactly as in training: the configuration gives the number of classes to compare with. It knows
+spellings only, no hash and no table.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ def compress_vocabulary(tokenizer: Tokenizer, expected: int | None = None) -> tu
 
 
 def _keys(tokenizer: Tokenizer) -> list[str]:
-    """What decides the class of each id: its normalized text; the raw spelling of a fragment of a character."""
+    """What decides the class of each id: its normalized text; the raw spelling of a fragment of a character.
+
+    A raw spelling may coincide with another token's text; they then share a class, as in training.
+    """
     singles = [[token_id] for token_id in range(tokenizer.vocab_size)]
     texts = tokenizer.backend.decode_batch(singles, skip_special_tokens=False)
     normalize = _normalizer().normalize_str

@@ -39,8 +39,8 @@ def mix(
     returns  pre [Q, m], post [Q, m], comb [Q, m (from), m (to)], all float32
     """
     m = streams.shape[1]
-    parts = scale.to(accumulate).repeat_interleave(torch.tensor([m, m, m * m], device=scale.device), output_size=2 * m + m * m)
-    logits = _normed_projection(streams, fn, norm_eps, accumulate) * parts + base.to(accumulate)
+    parts = torch.cat([part.expand(size) for part, size in zip(scale.split(1), (m, m, m * m), strict=True)])
+    logits = _normed_projection(streams, fn, norm_eps, accumulate) * parts.to(accumulate) + base.to(accumulate)
     pre, post, comb = logits.split((m, m, m * m), -1)
     pre = pre.sigmoid() + eps
     post = post.sigmoid() * POST_MULTIPLIER

@@ -65,7 +65,7 @@ class ModelRunner:
         for index in np.flatnonzero(batch.prompt_logprobs).tolist():
             rows = slice(int(starts[index]), int(starts[index] + batch.q_lens[index]))
             targets = self._tensor(batch.prompt_targets[rows])
-            scores = prompt_logprobs(self.model.logits, hidden[rows], targets)
+            scores = prompt_logprobs(self.ops, self.model.logits, hidden[rows], targets)
             results[index] = scores.cpu().numpy()
         return results
 

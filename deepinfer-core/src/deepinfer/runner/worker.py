@@ -8,24 +8,20 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from pathlib import Path
-
 import torch
 
 from deepinfer.config import EngineConfig
-from deepinfer.errors import ConfigError
 from deepinfer.hooks import Numerics, OpContext, OpTable, build_ops, open_backend
 from deepinfer.hooks.ops.step_inputs import Truncation
-from deepinfer.hub.locate import locate
 from deepinfer.hub.safetensors import Checkpoint
-from deepinfer.hub.tokenizer import Tokenizer
 from deepinfer.hub.vocabulary import compress_vocabulary
 from deepinfer.models.deepseek_v41.config import ModelConfig
 from deepinfer.models.deepseek_v41.manifest import manifest
-from deepinfer.models.deepseek_v41.random_weights import RandomTensors
+from deepinfer.models.deepseek_v41.random_weights import SyntheticCheckpoint
 from deepinfer.models.deepseek_v41.weights import TensorSource, build_model
 from deepinfer.runner.cache import plan_capacity
 from deepinfer.runner.inputs import CacheCapacity, StepBatch, StepResult
+from deepinfer.runner.model_files import ModelFiles, open_model
 from deepinfer.runner.model_runner import ModelRunner
 from deepinfer.sample.sampler import Sampler
 
@@ -46,14 +42,12 @@ class Worker:
     @classmethod
     def load(cls, config: EngineConfig) -> Worker:
         """Bind ops, check and load the checkpoint, allocate caches."""
-        settings = config.settings
-        directory = locate(config.model, config.revision, settings.hf_model_dir)
-        model_config = ModelConfig.from_directory(directory)
+        files = open_model(config)
+        settings, model_config = config.settings, files.config
         config = config.resolve(model_config)
         truncation = read_truncation(config, model_config)
-        source = tensor_source(config, model_config, directory)
-        tokenizer = Tokenizer(directory)
-        vocab_map = read_vocab_map(tokenizer, model_config)
+        source = tensor_source(config, files)
+        vocab_map = read_vocab_map(files)
         context, ops = bind_ops(config, model_config)
         model = build_model(model_config, source, ops, context, vocab_map)
         spec = model_config.cache_spec(BLOCK_SIZE, settings.max_backtracking_tokens)
@@ -62,7 +56,7 @@ class Worker:
             cache_bytes(ops, config.gpu_memory_utilization), config.num_kv_blocks,
         )  # fmt: skip
         cache = ops.cache.allocate(spec, capacity.num_blocks, capacity.num_slots)
-        sampler = Sampler.create(ops, model_config.text.vocab_size, tokenizer, settings)
+        sampler = make_sampler(config, files, ops, context.device)
         runner = ModelRunner(model, cache, sampler, truncation, model_config.text.engram_max_ngram_size - 1)
         return cls(ops, runner, capacity)
 
@@ -83,26 +77,33 @@ def read_truncation(config: EngineConfig, model_config: ModelConfig) -> Truncati
     return Truncation(settings.yoco_prefill_truncation_mode, settings.yoco_prefill_keep_tokens)
 
 
-def tensor_source(config: EngineConfig, model_config: ModelConfig, directory: Path) -> TensorSource:
+def tensor_source(config: EngineConfig, files: ModelFiles) -> TensorSource:
     """The checkpoint, its headers checked against the manifest, or random tensors of the same shapes."""
-    expected = manifest(model_config)
+    expected = manifest(files.config)
     if config.load_format == "dummy":
-        return RandomTensors(expected, config.seed)
-    checkpoint = Checkpoint.open(directory)
+        return SyntheticCheckpoint(expected, config.seed)
+    checkpoint = Checkpoint.open(files.directory)
     checkpoint.validate(expected)
     return checkpoint
 
 
-def read_vocab_map(tokenizer: Tokenizer, model_config: ModelConfig) -> torch.Tensor:
+def read_vocab_map(files: ModelFiles) -> torch.Tensor:
     """Compressed vocabulary [V] of the tokenizer; its size is a checksum in the config."""
-    mapping, size = compress_vocabulary(tokenizer)
-    expected = model_config.text.engram_compressed_vocab_size
-    if size != expected:
-        raise ConfigError(
-            f"text_config.engram_compressed_vocab_size: found {expected}, but the tokenizer's vocabulary compresses to "
-            f"{size} classes; tokenizer and checkpoint do not belong together"
-        )
+    mapping, _ = compress_vocabulary(files.tokenizer, files.config.text.engram_compressed_vocab_size)
     return torch.as_tensor(mapping)
+
+
+def make_sampler(config: EngineConfig, files: ModelFiles, ops: OpTable, device: torch.device) -> Sampler:
+    """The sampler; head rows that the tokenizer has no token for are never sampled."""
+    settings, vocab_size = config.settings, files.config.text.vocab_size
+    return Sampler(
+        ops, vocab_size, device,
+        eos_ids=files.tokenizer.eos_ids,
+        blacklist=settings.decode_token_blacklist,
+        banned_ids=range(min(files.tokenizer.vocab_size, vocab_size), vocab_size),
+        force_topk=settings.sampler_force_topk,
+        sum_smaller=settings.compute_sum_smaller_probs,
+    )  # fmt: skip
 
 
 def bind_ops(config: EngineConfig, model_config: ModelConfig) -> tuple[OpContext, OpTable]:

@@ -18,7 +18,7 @@ import torch
 
 from deepinfer.errors import ConfigError
 from deepinfer.hub.byte_tokenizer import BOS, EOS, PAD, build_byte_tokenizer
-from deepinfer.hub.safetensors import INDEX_NAME
+from deepinfer.hub.safetensors_index import INDEX_NAME
 from deepinfer.hub.tensor_spec import BITS, SCALE, TensorSpec, scale_name
 from deepinfer.models.deepseek_v41.config import ModelConfig
 from deepinfer.models.deepseek_v41.manifest import manifest
@@ -58,7 +58,8 @@ def write_checkpoint(
     for file_name, names in plan.items():
         _write_shard(out_dir / file_name, {name: specs[name] for name in names}, seed, meter)
     weight_map = {name: file_name for file_name, names in plan.items() for name in names}
-    write_json(out_dir / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    write_json(out_dir / INDEX_NAME, index)
     return out_dir
 
 
@@ -159,7 +160,7 @@ def _put(file: BinaryIO, position: int, tensor: torch.Tensor, meter: _Meter) -> 
     """Write a tensor's bytes at a position; returns where the next chunk goes."""
     data = tensor.contiguous().view(-1).view(torch.uint8).numpy()
     file.seek(position)
-    file.write(data)
+    file.write(data.data)
     meter.add(data.nbytes)
     return position + data.nbytes
 

@@ -11,10 +11,10 @@ import torch
 from deepinfer.config import EngineConfig
 from deepinfer.hooks import KVCache
 from deepinfer.hooks.ops.step_inputs import Truncation
-from deepinfer.models.deepseek_v41.config import ModelConfig
 from deepinfer.models.deepseek_v41.model import Model, ModelInputs
 from deepinfer.models.deepseek_v41.weights import build_model
 from deepinfer.runner import worker
+from deepinfer.runner.model_files import open_model
 
 
 class Harness:
@@ -39,11 +39,11 @@ class Harness:
         config = EngineConfig.create(
             model=str(checkpoint), numerics=numerics, max_model_len=max_len, **settings, **arguments
         )
-        model_config = ModelConfig.from_directory(checkpoint)
+        files = open_model(config)
+        model_config = files.config
         config = config.resolve(model_config)
         self.truncation = worker.read_truncation(config, model_config)
-        source = worker.tensor_source(config, model_config, Path(checkpoint))
-        vocab_map = worker.read_vocab_map(worker.Tokenizer(checkpoint), model_config)
+        source, vocab_map = worker.tensor_source(config, files), worker.read_vocab_map(files)
         context, self.ops = worker.bind_ops(config, model_config)
         self.model: Model = build_model(model_config, source, self.ops, context, vocab_map)
         self.spec = model_config.cache_spec(worker.BLOCK_SIZE, config.settings.max_backtracking_tokens)

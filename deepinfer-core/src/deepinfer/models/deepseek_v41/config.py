@@ -2,7 +2,7 @@
 
 Called by everything that needs a size: the model, the loader's manifest, the engine (through `traits` and
 `cache_spec`), `deepinfer doctor --fit`. It knows the keys and what each may be; rules between keys live in
-`constraints.py`, what follows from the layer lists in `topology.py`. It imports no torch until a hook type is asked for.
+`constraints.py`, what follows from the layer lists in `topology.py`. No torch is imported before a hook type is made.
 
 A key that is unknown, spelled as another program spells it, missing, or set to a value the model cannot honour is a
 `ConfigError` naming key, found and expected value. Two checkpoints that differ in a way that matters can therefore
@@ -11,7 +11,6 @@ never be confused.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepinfer.errors import ConfigError
+from deepinfer.hub import strict_json
 from deepinfer.models.deepseek_v41 import schema
 from deepinfer.models.deepseek_v41.constraints import check
 from deepinfer.models.deepseek_v41.spellings import OTHER_SPELLINGS
@@ -82,7 +82,7 @@ class TextConfig:
     tie_word_embeddings: bool = schema.only(False)
     max_position_embeddings: int = schema.integer()
     rope_theta: float = schema.positive()
-    rope_scaling: RopeScaling | None = schema.section(RopeScaling, nullable=True)
+    rope_scaling: RopeScaling | None = field(default=None, metadata=schema.section(RopeScaling, nullable=True))
     n_routed_experts: int = schema.integer()
     n_shared_experts: int = schema.only(1)
     num_experts_per_tok: int = schema.integer()
@@ -165,9 +165,9 @@ class _Keys:
     eos_token_id: int = schema.integer(0)
     pad_token_id: int = schema.integer(0)
     image_token_id: int = schema.integer(0)
-    quantization_config: QuantizationConfig = schema.section(QuantizationConfig)
-    text_config: TextConfig = schema.section(TextConfig)
-    vision_config: VisionConfig = schema.section(VisionConfig)
+    quantization_config: QuantizationConfig = field(metadata=schema.section(QuantizationConfig))
+    text_config: TextConfig = field(metadata=schema.section(TextConfig))
+    vision_config: VisionConfig = field(metadata=schema.section(VisionConfig))
     tokenizer_compatibility: str = schema.one_of("release", "native", default="release")
 
 
@@ -188,7 +188,7 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> ModelConfig:
-        """Read a parsed `config.json`. Raises ConfigError naming each key that is wrong, what was found and expected."""
+        """Read a parsed `config.json`. Raises ConfigError naming each wrong key, what was found and expected."""
         keys = schema.read(_Keys, raw, "", OTHER_SPELLINGS)
         check(keys)
         return cls(
@@ -208,7 +208,7 @@ class ModelConfig:
         """Read a JSON file; messages begin with its path."""
         path = Path(path)
         try:
-            raw = _parse_json(path.read_text(encoding="utf-8"))
+            raw = strict_json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from None
         except (UnicodeDecodeError, ValueError) as error:
@@ -230,7 +230,7 @@ class ModelConfig:
             raise ConfigError(f"built-in configuration: found {name!r}, expected one of {', '.join(BUILTIN)}")
         stored = "tiny" if name == "micro" else name
         text = resources.files(__package__).joinpath("configs", f"{stored}.json").read_text(encoding="utf-8")
-        raw = json.loads(text)
+        raw = strict_json.loads(text)
         if name == "micro":
             raw["text_config"].update(MICRO_OVERRIDES)
         return cls.from_dict(raw)
@@ -242,8 +242,8 @@ class ModelConfig:
             return cls.builtin(str(source))
         path = Path(source)
         if not path.exists():
-            names = ", ".join(BUILTIN)
-            raise ConfigError(f"configuration: found {str(source)!r}, expected one of {names}, a JSON file or a directory")
+            expected = f"one of {', '.join(BUILTIN)}, a JSON file or a directory"
+            raise ConfigError(f"configuration: found {str(source)!r}, expected {expected}")
         return cls.from_directory(path) if path.is_dir() else cls.from_file(path)
 
     def traits(self, block_size: int, backtracking: int, max_positions: int) -> ModelTraits:
@@ -278,19 +278,3 @@ class ModelConfig:
             state={layer: ratio + kept for layer, ratio in ratios.items() if ratio > 1},
             compressed_format="fp4" if self.text.use_fp4_sparse_kv else "fp8",
         )
-
-
-def _parse_json(text: str) -> Any:
-    """JSON without the freedoms of Python's reader: a key given twice and NaN are errors."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in pairs]
-        twice = sorted({key for key in keys if keys.count(key) > 1})
-        if twice:
-            raise ValueError(f"key {twice[0]!r} is given twice")
-        return dict(pairs)
-
-    def refuse(constant: str) -> Any:
-        raise ValueError(f"{constant} is not a JSON number")
-
-    return json.loads(text, object_pairs_hook=unique, parse_constant=refuse)

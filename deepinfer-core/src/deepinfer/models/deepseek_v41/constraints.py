@@ -7,6 +7,7 @@ are not here; a backend refuses ops instead. Each rule adds one line naming key,
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 from deepinfer.errors import ConfigError
@@ -156,7 +157,7 @@ def _engram(text: Any) -> Iterator[str]:
 
 
 def _ascending(ids: Sequence[int]) -> bool:
-    return all(left < right for left, right in zip(ids, ids[1:], strict=False))
+    return all(left < right for left, right in pairwise(ids))
 
 
 def _within(ids: Sequence[int], layers: int) -> bool:

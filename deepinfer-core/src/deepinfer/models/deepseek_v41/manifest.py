@@ -8,7 +8,6 @@ Symbols: H hidden size, m streams, V vocabulary, I expert width. 2-D shapes are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from deepinfer.hub.tensor_spec import SCALE, TensorSpec, scale_name
@@ -50,7 +49,8 @@ class _Tensors:
 
     def fp8(self, name: str, rows: int, columns: int) -> None:
         """One scale for 32 x 32 values."""
-        self._scaled(name, TensorSpec((rows, columns), "F8_E4M3", "fp8_block32"), -(-rows // BLOCK), -(-columns // BLOCK))
+        blocks = -(-rows // BLOCK), -(-columns // BLOCK)
+        self._scaled(name, TensorSpec((rows, columns), "F8_E4M3", "fp8_block32"), *blocks)
 
     def fp8_rows(self, name: str, rows: int, columns: int) -> None:
         """One scale for 32 channels of a row."""

@@ -4,8 +4,8 @@
 `testing/checkpoint.py` streams the same values to disk. A value depends on the seed, the tensor's name and its place
 alone: not on threads, on the order of reading or on how many rows are read at once.
 
-The values keep a random model numerically alive: matrices N(0, 0.02), norms around 1, sinks N(0, 1), hyper-connections at
-their training start (one stream read and mostly kept apart) with a visible part that depends on the input.
+The values keep a random model numerically alive: matrices N(0, 0.02), norms around 1, sinks N(0, 1), hyper-connections
+at their training start (one stream is read, streams stay mostly apart) with a visible part that depends on the input.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def random_tensor(name: str, spec: TensorSpec, seed: int) -> tuple[torch.Tensor,
     """A whole tensor as stored, and its scales (uint8) for a quantized format."""
     chunks = list(random_chunks(name, spec, seed))
     values = torch.cat([chunk.values for chunk in chunks])
-    scales = None if chunks[0].scales is None else torch.cat([chunk.scales for chunk in chunks])
-    return values, scales
+    scales = [chunk.scales for chunk in chunks if chunk.scales is not None]
+    return values, torch.cat(scales) if scales else None
 
 
 def random_chunks(name: str, spec: TensorSpec, seed: int) -> Iterator[Chunk]:
@@ -91,6 +91,7 @@ class SyntheticCheckpoint:
         for index in range(start // step, -(-stop // step)):
             chunk = _chunk(source, source_spec, self._seed, index)
             rows = chunk.scales if is_scale else chunk.values
+            assert rows is not None, "a scale's weight is quantized"
             first, last = max(start, index * step), min(stop, (index + 1) * step)
             out[first - start : last - start] = rows[first - index * step : last - index * step]
         return out
@@ -143,7 +144,7 @@ def _shaped(name: str, noise: torch.Tensor) -> torch.Tensor:
 
 
 def _mix_base(name: str) -> torch.Tensor:
-    """Training start of a site's mix, float32 [24]: 4 pre (-3, one stream +3), 4 post (0), 4 x 4 streams (-3, +3 kept)."""
+    """Training start of a site's mix, float32 [24]: 4 pre (-3, one +3), 4 post (0), 4 x 4 streams (-3, own +3)."""
     site = 2 * int(name.split(".")[1]) + ("hc_ffn" in name)
     pre = torch.full((4,), -3.0)
     pre[site % 4] = 3.0

@@ -122,10 +122,9 @@ def anything(default: Any) -> Any:
     return _declare(Rule(_frozen, "any value"), default)
 
 
-def section(cls: type, *, nullable: bool = False) -> Any:
-    """A nested object read as `cls`; with `nullable` it may be null or absent, which gives None."""
-    metadata = {"section": cls, "nullable": nullable}
-    return dataclasses.field(metadata=metadata, **({"default": None} if nullable else {}))
+def section(cls: type, *, nullable: bool = False) -> Mapping[str, Any]:
+    """Field metadata of a nested object read as `cls`; with `nullable` it may be null, which gives None."""
+    return {"section": cls, "nullable": nullable}
 
 
 def read(cls: type[T], raw: Any, where: str, spellings: Mapping[str, str]) -> T:
@@ -175,7 +174,7 @@ def _unknown_key(key: str, value: Any, where: str, fields: Mapping[str, Any], sp
     if published is None:
         near = difflib.get_close_matches(key, fields, n=1)
         published = where + near[0] if near else None
-    hint = f"expected the published spelling {published}" if published else "expected published keys only (this one would be ignored)"
+    hint = f"expected the published spelling {published}" if published else "expected published keys only"
     return f"{where}{key}: found unknown key with value {_shown(value)}, {hint}"
 
 

@@ -110,7 +110,8 @@ class Topology:
         """Raise ConfigError where dropping prompt rows at the boundary would take them from a layer that needs all."""
         targets = {target >= self.boundary for target in self.dspark_targets}
         if len(targets) > 1:
-            self._refuse("dspark_target_layer_ids", self.dspark_targets, f"all below or all at or above {self.boundary}")
+            expected = f"all below or all from {self.boundary} on"
+            self._refuse("dspark_target_layer_ids", self.dspark_targets, expected)
         if any(layer >= self.boundary for layer in self.engram_layers):
             self._refuse("engram_layer_ids", self.engram_layers, f"all below layer {self.boundary}")
         if self.index_k_sources[-1] > self.boundary:
