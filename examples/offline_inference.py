@@ -44,7 +44,8 @@ def main() -> int:
     args = parse_arguments()
     with LLM(**engine_arguments(args)) as llm:
         started = time.perf_counter()
-        results = llm.generate(args.prompts, SamplingParams(**sampling_arguments(args)), use_tqdm=True)
+        params = SamplingParams(**sampling_arguments(args), skip_special_tokens=True)
+        results = llm.generate(args.prompts, params, use_tqdm=True)
         seconds = time.perf_counter() - started
     for result in results:
         print(f"\nPrompt: {result.prompt!r}")

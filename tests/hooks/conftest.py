@@ -1,4 +1,5 @@
-"""Fake installed distributions, made on the fly: metadata, entry points and modules in a folder on the import path."""
+"""Fake installed distributions, made on the fly (metadata, entry points, modules in a folder on the import path), and
+small op contracts."""
 
 from __future__ import annotations
 
@@ -10,6 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
+import torch
+
+from deepinfer.hooks import Contribution, Numerics, OpContext, OpGroup, Provider, op
+from deepinfer.hooks.bind import bind
 
 BACKENDS = "deepinfer.backends"
 
@@ -94,3 +99,72 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
         file = getattr(sys.modules[name], "__file__", None) or ""
         if file.startswith(str(folder)):
             del sys.modules[name]
+
+
+# Small contracts, so that tests of binding do not depend on the real ones.
+
+
+class MathOps(OpGroup):
+    """Private data: `weight` of prepare and linear. `twice` is composed of `linear`."""
+
+    group = "math"
+
+    @op(level="required", layout="dense_weight")
+    def prepare(self, w):
+        return ("canonical", w)
+
+    @op(level="required", layout="dense_weight")
+    def linear(self, x, weight, bias=0.0):
+        return x * weight[1] + bias
+
+    @op(level="optional", grain="block", layout="dense_weight")
+    def twice(self, x, weight):
+        return self.ops.math.linear(self.ops.math.linear(x, weight), weight)
+
+    @op(level="recommended", status="stable")
+    def square(self, x):
+        return x * x
+
+
+class RuntimeGroup(OpGroup):
+    """A whole group: one provider or none."""
+
+    group = "runtime"
+    whole = True
+    numeric = False
+
+    @op()
+    def name(self):
+        return "core"
+
+    @op()
+    def synchronize(self):
+        return None
+
+
+class Small:
+    """The contracts, and short ways to make providers and tables of them."""
+
+    math = MathOps
+    runtime = RuntimeGroup
+
+    @staticmethod
+    def provider(name: str = "acme", version: str = "0.4.1") -> Provider:
+        return Provider(name, f"deepinfer-{name}", version)
+
+    def offer(self, *classes: type[OpGroup], name: str = "acme") -> Contribution:
+        """A provider that brings these group classes."""
+        return Contribution(self.provider(name), {klass.group: klass for klass in classes})
+
+    @staticmethod
+    def context(**fields) -> OpContext:
+        return OpContext(**({"device": torch.device("cpu"), "numerics": Numerics(), "traits": None} | fields))
+
+    def bind(self, *contributions: Contribution, overrides=(), order_free=False, **options):
+        context = self.context(numerics=Numerics(order_free=order_free))
+        return bind(contributions, context, overrides, contracts=(RuntimeGroup, MathOps), **options)
+
+
+@pytest.fixture
+def small() -> Small:
+    return Small()

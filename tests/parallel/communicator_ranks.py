@@ -31,7 +31,7 @@ def check(function: Callable[[CommunicatorOps], None]) -> Callable[[Communicator
 
 
 def make(numerics: Numerics = EXACT) -> CommunicatorOps:
-    context = OpContext(torch.device("cpu"), numerics, traits=None, settings=SimpleNamespace(gloo_timeout=20.0))
+    context = OpContext(torch.device("cpu"), numerics, traits=None, settings=SimpleNamespace(gloo_timeout=60.0))
     return CommunicatorOps(context)
 
 

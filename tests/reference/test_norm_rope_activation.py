@@ -61,9 +61,11 @@ def test_inverse_frequencies_are_the_published_ones(theta, scaling, expected):
 
 
 def test_yarn_bounds_that_meet_give_a_step():
-    scaling = SimpleNamespace(factor=4, beta_fast=1, beta_slow=1, original_max_position_embeddings=4096)
-    found = inverse_frequencies(1e30, 64, scaling)
-    assert torch.isfinite(found).all()
+    """An original length below one turn of the fastest pair: every other pair is slowed by the full factor."""
+    scaling = SimpleNamespace(factor=4, beta_fast=32, beta_slow=1, original_max_position_embeddings=6)
+    found, base = inverse_frequencies(10000, 64, scaling), inverse_frequencies(10000, 64)
+    assert found[0] == 1
+    torch.testing.assert_close(found[1:], base[1:] / 4)
 
 
 def test_rope_table_is_cos_then_sin_with_exact_phases():

@@ -74,7 +74,7 @@ def _stand_ins(folder: Path) -> Iterator[None]:
 
 @functools.cache
 def tile_kernels() -> types.ModuleType:
-    """The module `tile_kernels.torch`. Raises `ModuleNotFoundError` with the install command if the wheel is missing."""
+    """The module `tile_kernels.torch`; `ModuleNotFoundError` with the install command if the wheel is missing."""
     spec = importlib.util.find_spec("tile_kernels")
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError(f"tile_kernels is not installed; these tests compare with it: {INSTALL}")

@@ -37,7 +37,7 @@ def model(max_position_embeddings: int = 1 << 20, sliding_window: int = 128):
         ({"model": ""}, "model='': expected the directory of a checkpoint or a hub id"),
         ({"max_num_batched_tokens": 255}, "max_num_batched_tokens=255: one decode step of max_num_seqs=256"),
         ({"max_modellen": 5}, "unknown engine argument 'max_modellen'. Did you mean max_model_len?"),
-        ({"num_kv_blocks": 1}, "num_kv_blocks=1: expected at least 2"),
+        ({"num_kv_blocks": 0}, "num_kv_blocks=0: expected at least 1"),
     ],
 )
 def test_wrong_argument(arguments, message):

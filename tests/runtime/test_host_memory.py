@@ -13,7 +13,8 @@ KB, GB = 1 << 10, 1 << 30
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    write(tmp_path, "proc/meminfo", "MemTotal:  16777216 kB\nMemFree: 1024 kB\nMemAvailable:  8388608 kB\nHugePages: 0\n")
+    lines = ("MemTotal:  16777216 kB", "MemFree: 1024 kB", "MemAvailable:  8388608 kB", "HugePages: 0")
+    write(tmp_path, "proc/meminfo", "\n".join(lines))
     write(tmp_path, "proc/self/status", "Name:\tpython\nVmHWM:\t  2048 kB\nVmRSS:\t  1024 kB\n")
     return tmp_path
 

@@ -20,7 +20,8 @@ def test_ranges_are_inclusive(text, ids):
     ("text", "found"),
     [
         ("1,,2", "''"), ("a", "'a'"), ("-1", "'-1'"), ("1..", "'1..'"), ("1-3", "'1-3'"), ("3..1", "'3..1'"),
-        ("4,4", "'4' after 4"), ("2..6,5", "'5' after 6"), ("100", "'100' is out of range"), ("98..100", "ids are 0 .. 99"),
+        ("4,4", "'4' after 4"), ("2..6,5", "'5' after 6"), ("100", "'100' is out of range"),
+        ("98..100", "ids are 0 .. 99"),
     ],
 )  # fmt: skip
 def test_errors_name_variable_and_item(text, found):

@@ -30,13 +30,31 @@ def test_draw_is_the_documented_integer_procedure():
         weights = [int(np.exp(float(lp)) * 2**31) for lp in logprobs[r]]
         w0, w1, _, _ = words_of(int(seeds[r]), int(positions[r]))
         target = (((w0 >> 1) << 31 | w1 >> 1) * sum(weights)) >> 62
-        running = 0
-        for token, weight in enumerate(weights):
-            running += weight
-            if running > target:
-                break
-        assert int(found[r]) == token
+        running = np.cumsum(np.array(weights, np.int64))
+        assert int(found[r]) == next(token for token, mass in enumerate(running) if mass > target)
     assert (found % 7 != 0).all()
+
+
+def test_weights_are_31_bit_fixed_point():
+    """Over 20,000 nearly equal tokens another scale, or probabilities rounded to float32, would pick other tokens."""
+    logprobs = torch.randn(20, 20_000, generator=torch.Generator().manual_seed(2)).log_softmax(-1)
+    seeds, positions = torch.arange(20), torch.full((20,), 77)
+    found = sampling.draw(logprobs, seeds, positions)
+    for r in range(20):
+        through = np.cumsum((np.exp(logprobs[r].double().numpy()) * 2**31).astype(np.int64))
+        w0, w1, _, _ = words_of(r, 77)
+        target = (((w0 >> 1) << 31 | w1 >> 1) * int(through[-1])) >> 62
+        assert int(found[r]) == int((through <= target).sum())
+
+
+def test_every_unit_of_weight_belongs_to_its_token():
+    weights, total = torch.tensor([[2, 0, 3, 0]]), 5
+    tokens = []
+    for unit in range(total):
+        bits = -(-unit * 2**62 // total)  # the smallest 62-bit number that maps to this unit
+        words = tuple(torch.tensor([word]) for word in (bits >> 31 << 1, (bits & (2**31 - 1)) << 1, 0, 0))
+        tokens.append(int(sampling.draw_weighted(weights.clone(), words)))
+    assert tokens == [0, 0, 2, 2, 2]
 
 
 @pytest.mark.parametrize("vary", ["seed", "position", "draft"])

@@ -69,7 +69,9 @@ def test_ids_that_are_no_token_and_broken_rows(ops):
     targets[2], targets[3] = V + 7, -1
     hidden[5] = torch.nan
     found = prompt_logprobs(ops, head, hidden, targets)
-    assert found[2] == -9999 and found[3] == -9999 and found[5].isnan()
+    assert found[2] == -9999
+    assert found[3] == -9999
+    assert found[5].isnan()
     clean = prompt_logprobs(ops, head, hidden[6:], targets[6:])
     assert torch.equal(found[6:], clean)
     assert prompt_logprobs(ops, head, hidden[:0], targets[:0]).shape == (0,)

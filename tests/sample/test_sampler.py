@@ -26,7 +26,8 @@ def take(batch: SamplingBatch, rows) -> SamplingBatch:
 
 MIXED = [
     dict(temperature=0), dict(temperature=0.7), dict(temperature=1.0, top_p=0.8), dict(temperature=2.0, top_k=3),
-    dict(temperature=0, top_p=0.5), dict(temperature=1e-6), dict(top_p=0.9, top_k=7), dict(temperature=0.9, top_logprobs=4),
+    dict(temperature=0, top_p=0.5), dict(temperature=1e-6), dict(top_p=0.9, top_k=7),
+    dict(temperature=0.9, top_logprobs=4),
 ]  # fmt: skip
 
 
@@ -37,7 +38,8 @@ def test_small_temperatures_are_greedy_and_finite(ops, make_batch, temperature, 
     logits = logits_of(16, seed=5) * scale
     rows = Sampler(ops, V).sample(logits, make_batch([dict(temperature=temperature, top_p=top_p)] * 16))
     assert rows.error == [None] * 16
-    assert np.isfinite(rows.logprobs).all() and (rows.logprobs <= 0).all()
+    assert np.isfinite(rows.logprobs).all()
+    assert (rows.logprobs <= 0).all()
     if temperature <= 1e-4 or top_p < 1 or scale > 1:
         assert rows.token_ids.tolist() == logits.argmax(-1).tolist()
 
@@ -74,20 +76,24 @@ def test_greedy_alone_equals_greedy_beside_sampled_rows(ops, make_batch):
     """The all-greedy shortcut gives the tokens and the very same logprobs as the general path."""
     logits, sampler = logits_of(6, width=3000), Sampler(ops, 3000)
     alone = sampler.sample(logits, make_batch([dict(temperature=0)] * 6))
-    mixed = sampler.sample(logits, make_batch([dict(temperature=0)] * 5 + [dict(top_p=0.9, top_logprobs=3)]))
+    mixed = sampler.sample(logits, make_batch([dict(temperature=0, top_k=2)] * 5 + [dict(top_p=0.9, top_logprobs=3)]))
     assert np.array_equal(alone.token_ids[:5], mixed.token_ids[:5])
     assert np.array_equal(alone.logprobs[:5], mixed.logprobs[:5])
-    assert alone.top_ids is None and mixed.top_ids.shape == (6, 3)
+    assert alone.top_ids is None
+    assert mixed.top_ids.shape == (6, 3)
     expected = logits.double().log_softmax(-1).amax(-1)
     np.testing.assert_allclose(alone.logprobs, expected, rtol=1e-6)  # temperature 1, not the one-hot's 0
 
 
 def test_seed_and_position_decide(ops, make_batch):
     logits, sampler = torch.zeros(1, V).expand(40, V), Sampler(ops, V)
+
     def run(seeds, positions):
         return sampler.sample(logits, make_batch([{}] * 40, seeds=seeds, positions=positions)).token_ids
+
     by_seed, by_position = run(range(40), [7] * 40), run([7] * 40, range(40))
-    assert len(set(by_seed.tolist())) > 15 and len(set(by_position.tolist())) > 15
+    assert len(set(by_seed.tolist())) > 15
+    assert len(set(by_position.tolist())) > 15
     assert len(set(run([3] * 40, [9] * 40).tolist())) == 1
     assert np.array_equal(run(range(40), [7] * 40), by_seed)
 
@@ -114,8 +120,10 @@ def test_a_non_finite_row_ends_alone(ops, make_batch, value, temperature):
     else:
         broken[1, 17] = value
     rows = sampler.sample(broken, batch)
-    assert rows.error[0] is None and rows.error[2] is None
-    assert "non-finite logits" in rows.error[1] and "position 6" in rows.error[1]
+    assert rows.error[0] is None
+    assert rows.error[2] is None
+    assert "non-finite logits" in rows.error[1]
+    assert "position 6" in rows.error[1]
     assert rows.token_ids[1] == -1
     for name in ("token_ids", "logprobs", "top_ids", "top_logprobs", "sum_smaller"):
         assert np.array_equal(getattr(rows, name)[[0, 2]], getattr(clean, name)[[0, 2]])
@@ -154,6 +162,9 @@ def test_end_tokens_and_stop_ids_wait_for_min_tokens(ops, make_batch):
     assert rows.token_ids.tolist() == [8, 8, 5]
     first = make_batch([dict(temperature=0, first_n_token_no_eos=1)] * 2, outputs=[0, 1])
     assert sampler.sample(logits[:2], first).token_ids.tolist() == [7, 5]
+    logits[:, 5:7] = 0
+    rows = sampler.sample(logits, make_batch([params] * 3, outputs=[0, 1, 2]))
+    assert rows.token_ids.tolist() == [8, 8, 7]
 
 
 def test_grammar_mask(ops, make_batch):
@@ -165,7 +176,8 @@ def test_grammar_mask(ops, make_batch):
     rows = Sampler(ops, V).sample(logits_of(3), batch)
     assert rows.token_ids[:2].tolist() == [int(logits_of(3)[0].argmax()), 68]
     assert rows.logprobs[1] == 0
-    assert rows.error[:2] == [None, None] and "no token is allowed" in rows.error[2]
+    assert rows.error[:2] == [None, None]
+    assert "no token is allowed" in rows.error[2]
 
 
 def test_golden_tokens_are_emitted_with_the_models_logprob(ops, make_batch):
@@ -180,8 +192,10 @@ def test_golden_tokens_are_emitted_with_the_models_logprob(ops, make_batch):
 
 def test_golden_token_outside_the_vocabulary_fails_its_row_only(ops, make_batch):
     rows = Sampler(ops, V).sample(logits_of(2), make_batch([dict(golden_token_ids=[V]), {}], outputs=[0, 0]))
-    assert rows.token_ids[0] == -1 and f"golden_token_ids: {V}" in rows.error[0]
-    assert rows.error[1] is None and rows.token_ids[1] >= 0
+    assert rows.token_ids[0] == -1
+    assert f"golden_token_ids: {V}" in rows.error[0]
+    assert rows.error[1] is None
+    assert rows.token_ids[1] >= 0
 
 
 def test_reports_come_from_the_processed_distribution(ops, make_batch):
@@ -201,8 +215,11 @@ def test_reports_come_from_the_processed_distribution(ops, make_batch):
 
 def test_force_topk_changes_sampled_and_greedy_rows(ops, make_batch):
     logits = torch.zeros(400, V)
-    rows = Sampler(ops, V, force_topk=2).sample(logits, make_batch([dict(temperature=t) for t in (0, 5) for _ in range(200)]))
-    assert set(rows.token_ids[:200].tolist()) == {0} and set(rows.token_ids[200:].tolist()) == {0, 1}
+    rows = Sampler(ops, V, force_topk=2).sample(
+        logits, make_batch([dict(temperature=t) for t in (0, 5) for _ in range(200)])
+    )
+    assert set(rows.token_ids[:200].tolist()) == {0}
+    assert set(rows.token_ids[200:].tolist()) == {0, 1}
     np.testing.assert_allclose(rows.logprobs, np.log(0.5), rtol=1e-6)
 
 
@@ -215,7 +232,8 @@ def test_launch_leaves_tokens_on_the_device_for_the_next_step(ops, make_batch):
 
 def test_empty_batch_and_wrong_shape(ops, make_batch):
     rows = Sampler(ops, V).sample(torch.empty(0, V), make_batch([]))
-    assert rows.token_ids.shape == (0,) and rows.error == []
+    assert rows.token_ids.shape == (0,)
+    assert rows.error == []
     with pytest.raises(ValueError, match="2 rows"):
         Sampler(ops, V).sample(torch.empty(3, V), make_batch([{}, {}]))
 
@@ -228,5 +246,6 @@ def test_frequencies_follow_temperature_and_filters(ops, make_batch):
     weights = np.exp(np.array([1.0, 2.0, 3.0]) / 2)  # masses .455 .276 .167: the fourth token starts at .898 > .85
     expected = weights / weights.sum()
     found = np.bincount(ids, minlength=5) / count
-    assert found[0] == 0 and found[4] == 0
+    assert found[0] == 0
+    assert found[4] == 0
     assert (abs(found[1:4] - expected) < 4 * np.sqrt(expected * (1 - expected) / count)).all()

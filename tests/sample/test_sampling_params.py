@@ -91,7 +91,8 @@ def test_immutable_and_comparable():
     with pytest.raises(dataclasses.FrozenInstanceError):
         params.temperature = 1.0
     assert dataclasses.replace(params, top_k=3) == SamplingParams(temperature=0.5, top_k=3)
-    assert "so_args" in repr(params) and "golden_token_ids" in repr(params)
+    assert "so_args" in repr(params)
+    assert "golden_token_ids" in repr(params)
 
 
 def test_from_dict_round_trip_and_unknown_key():
@@ -123,7 +124,8 @@ def test_seeds_of_requests():
     assert SamplingParams(seq_seed=9).seed_for(1, 2) == 9
     free = SamplingParams()
     seeds = {free.seed_for(engine, number) for engine in (0, 1, 2**63) for number in range(200)}
-    assert len(seeds) == 600 and all(0 <= seed < 2**64 for seed in seeds)
+    assert len(seeds) == 600
+    assert all(0 <= seed < 2**64 for seed in seeds)
     assert free.seed_for(5, 6) == free.seed_for(5, 6)
 
 
@@ -158,5 +160,7 @@ def test_structured_output_types_and_copy():
 
 
 def test_module_does_not_import_torch_or_numpy():
-    code = "import sys, deepinfer.sampling_params as s; s.SamplingParams(); print({'torch', 'numpy'} & set(sys.modules))"
+    code = (
+        "import sys, deepinfer.sampling_params as s; s.SamplingParams(); print({'torch', 'numpy'} & set(sys.modules))"
+    )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import torch
 
-from deepinfer.errors import BackendError
-from deepinfer.hooks import OpContext, hookimpl
+from deepinfer.hooks import BackendError, OpContext, hookimpl
 from deepinfer.hooks.ops import RuntimeOps
 from deepinfer_ascend import probe
 
@@ -49,7 +48,7 @@ def require_device(root: Path = Path("/")) -> None:
         )
     if torch.version.cuda is not None:
         raise BackendError(
-            f"{_WANTED}; {found}, but torch {torch.__version__} is a CUDA build, which torch_npu cannot be loaded into.\n"
+            f"{_WANTED}; {found}, but torch {torch.__version__} is a CUDA build, which torch_npu does not load into.\n"
             f"  Install the CPU build: pip install --index-url https://download.pytorch.org/whl/cpu torch"
         )
     _load_torch_npu(found)

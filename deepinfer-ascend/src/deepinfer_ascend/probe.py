@@ -7,8 +7,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from deepinfer.errors import BackendError
-from deepinfer.hooks import Visibility, read_visibility
+from deepinfer.hooks import BackendError, Visibility, read_visibility
 
 VARIABLE = "ASCEND_RT_VISIBLE_DEVICES"
 ALIASES = ("CUDA_VISIBLE_DEVICES",)

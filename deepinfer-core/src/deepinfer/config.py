@@ -55,7 +55,7 @@ class EngineConfig:
     max_num_seqs: int = _argument(256, "requests that run at the same time", low=1)
     max_num_batched_tokens: int | None = _argument(None, "tokens of one step (default: by max-model-len)", low=1)
     chunked_prefill: bool = _argument(True, "split prompts longer than one step")
-    num_kv_blocks: int | None = _argument(None, "cache blocks of 128 tokens (default: what memory allows)", low=2)
+    num_kv_blocks: int | None = _argument(None, "usable cache blocks of 128 tokens (default: what memory allows)", low=1)
     gpu_memory_utilization: float = _argument(0.9, "share of the device's memory the engine may use")
     stop_preempted_request: bool = _argument(False, "end a preempted request instead of recomputing it")
 

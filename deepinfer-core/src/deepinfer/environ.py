@@ -21,7 +21,6 @@ from typing import Any
 from deepinfer.errors import ConfigError
 from deepinfer.variables import (
     BOOL,
-    ID_RANGES,
     NUMBERS,
     PATH,
     PREFIX,
@@ -81,12 +80,12 @@ class Settings:
     batch_invariant: bool = _setting(False, BOOL, _NUM, "bind only ops whose rows do not depend on the rest of the batch")
     compute_sum_smaller_probs: bool = _setting(False, BOOL, _NUM, "return the cumulative probability at each token")
     sampler_force_topk: int = _setting(0, integer(0, 16384), _NUM, "sample among the K largest logits only; 0 = off")
-    decode_token_blacklist: tuple[int, ...] = _setting((), ID_RANGES, _NUM, "token ids that are never sampled")
-    engram_pad_token: int = _setting(2, integer(0), _NUM, "token id before the beginning of a text in n-grams", "token id")
+    decode_token_blacklist: str = _setting("", TEXT, _NUM, "token ids that are never sampled, e.g. 0..3,7,10..12")
+    engram_pad_token: int = _later(2, integer(0), _NUM, "token id before the beginning of a text in n-grams", "token id")
 
     # caches and truncation
     num_kv_blocks: int | None = _setting(
-        None, integer(2), _CACHE, "paged cache blocks, the null block included; unset: from free memory", "blocks"
+        None, integer(1), _CACHE, "usable cache blocks of 128 tokens; unset: what memory allows", "blocks"
     )
     num_state_slots_ratio: float = _setting(1.2, number(1.0), _CACHE, "state slots = int(max_num_seqs * ratio) + 1")
     max_backtracking_tokens: int = _setting(
@@ -98,7 +97,7 @@ class Settings:
     yoco_prefill_keep_tokens: int = _setting(
         0, integer(0), _CACHE, "prompt tokens kept by truncation; at least window + backtracking", "tokens"
     )
-    index_attn_memory_limit: int = _setting(
+    index_attn_memory_limit: int = _later(
         10 * _GIB, integer(1), _CACHE, "memory for indexer scores of one prefill chunk", "bytes"
     )
     prefill_store_extra_state: bool = _later(False, BOOL, _CACHE, "keep extra ring rows in a prefill-only engine")
@@ -109,7 +108,9 @@ class Settings:
         None, integer(1), _SCHED, "cap on the summed context length of a prefill step; unset: none", "tokens"
     )
     zero_overhead_scheduling: bool | None = _later(None, BOOL, _SCHED, "plan a step ahead; unset: where supported")
-    prefill_attempt_interval: int = _later(70, integer(1), _SCHED, "steps between data-parallel prefill votes", "steps")
+    prefill_attempt_interval: int = _setting(
+        70, integer(1), _SCHED, "steps between prefills while requests decode; unset: prefill at once", "steps"
+    )
     prefill_any_attempt_interval: int = _later(
         100, integer(1), _SCHED, "steps after which one rank's wish to prefill is enough", "steps"
     )
@@ -126,7 +127,7 @@ class Settings:
     decode_perf_cache_ttl_sec: float = _later(3600.0, number(0), _SPEC, "how long a stored cost curve is used", "s")
 
     # parallelism
-    gloo_timeout: float = _later(14400.0, number(0), _PAR, "default timeout of process groups", "s")
+    gloo_timeout: float = _setting(14400.0, number(0), _PAR, "default timeout of process groups", "s")
     userbuffer_comm_sms: int = _later(0, integer(0), _PAR, "multiprocessors for expert dispatch; 0 = library's choice")
     rearrange_p2p_groups: int = _later(1, integer(1), _PAR, "point-to-point groups of the expert shuffle")
     override_num_extra_experts: int = _later(0, integer(0), _PAR, "lower bound of redundant expert slots")
@@ -155,7 +156,7 @@ class Settings:
     dflash_enforce_eager: bool = _later(False, BOOL, _GRAPH, "run the draft model without captured graphs")
     cudagraph_batch_size_interval: int = _later(8, integer(1), _GRAPH, "grid of captured batch sizes", "sequences")
     dflash_cudagraph_batch_size_interval: int = _later(8, integer(1), _GRAPH, "the same for the draft model", "sequences")
-    disable_sync_guard: bool = _later(False, BOOL, _GRAPH, "no check for accidental waits on the device")
+    disable_sync_guard: bool = _setting(False, BOOL, _GRAPH, "no check for accidental waits on the device")
 
     # vision input
     use_multimodal_pool: bool | None = _later(None, BOOL, _VIS, "image worker with shared memory; unset: where needed")

@@ -165,25 +165,6 @@ def _parse_numbers(text: str) -> tuple[float, ...]:
 
 NUMBERS = Parser("floats", "a positive number or a comma-separated list of them", _parse_numbers)
 
-_LARGEST_TOKEN_ID = 2**24
-"""Far above any vocabulary; keeps a mistyped range such as 0..99999999999 from being expanded."""
-
-
-def _parse_id_ranges(text: str) -> tuple[int, ...]:
-    ids: list[int] = []
-    for part in text.split(","):
-        first, _, last = part.partition("..")
-        low, high = _read(int, first), _read(int, last or first)
-        if not 0 <= low <= high < _LARGEST_TOKEN_ID:
-            raise ValueError(f"range {part.strip()!r} must rise and stay in 0..{_LARGEST_TOKEN_ID - 1}")
-        if ids and low <= ids[-1]:
-            raise ValueError(f"{part.strip()!r} does not come after {ids[-1]}")
-        ids.extend(range(low, high + 1))
-    return tuple(ids)
-
-
-ID_RANGES = Parser("ids", "strictly increasing token ids and ranges such as 0..3,7,10..12", _parse_id_ranges)
-
 
 def _read(kind: type, text: str) -> Any:
     """int(text) or float(text) without Python's own wording of the error."""

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import torch
 
-from deepinfer.errors import BackendError
-from deepinfer.hooks import OpContext, hookimpl
+from deepinfer.hooks import BackendError, OpContext, hookimpl
 from deepinfer.hooks.ops import RuntimeOps
 from deepinfer_nvidia import probe
 
@@ -31,8 +30,8 @@ def require_device(root: Path = Path("/")) -> None:
         state = "no driver is loaded" if driver is None else f"driver {driver} is loaded"
         raise BackendError(
             f"{wanted}; found no device node /dev/nvidia0, and {state}.\n"
-            f"  On a machine with a GPU: install the driver and check it with nvidia-smi; in a container, start it with\n"
-            f"  the GPUs passed through (docker run --gpus all). Without a GPU: DEEPINFER_ACCELERATOR=cpu"
+            f"  On a machine with a GPU: install the driver and check it with nvidia-smi; in a container, start it\n"
+            f"  with the GPUs passed through (docker run --gpus all). Without a GPU: DEEPINFER_ACCELERATOR=cpu"
         )
     if torch.version.cuda is None:
         raise BackendError(

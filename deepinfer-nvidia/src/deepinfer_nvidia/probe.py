@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from deepinfer.errors import BackendError
-from deepinfer.hooks import Visibility, read_visibility
+from deepinfer.hooks import BackendError, Visibility, read_visibility
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 ALIASES = ("ASCEND_RT_VISIBLE_DEVICES",)

@@ -11,6 +11,7 @@ from deepinfer.cli.arguments import add_engine_arguments, add_sampling_arguments
 if TYPE_CHECKING:
     from deepinfer import LLM, RequestOutput, SamplingParams
 
+USAGE = "deepinfer chat [FLAGS] [MESSAGE]"
 HELP = "Talks to the model in the release's own prompt format. Without a message it keeps asking for the next one."
 EXAMPLES = """\
 examples:
@@ -27,7 +28,7 @@ _END_THINK = "</think>"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `deepinfer chat`."""
     add = parser.add_argument
-    add("message", nargs="?", help="one message to answer; without it, a conversation")
+    add("message", nargs="?", metavar="MESSAGE", help="one message to answer; without it, a conversation")
     add("--system", metavar="TEXT", help="instructions that come before the conversation")
     add("--thinking", action=argparse.BooleanOptionalAction, default=False, help="let the model think before it answers")
     add("--effort", choices=("low", "high", "xhigh", "max"), default="high", help="how long to think (default: high)")

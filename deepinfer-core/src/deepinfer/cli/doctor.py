@@ -33,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--json", action="store_true", help="machine-readable")
     add("--accelerator", metavar="NAME", help="judge as if this backend were chosen")
-    fit = parser.add_argument_group("sizes of a model, from its configuration alone")
-    fit.add_argument("--fit", metavar="CONFIG", help="tiny, micro, full, a config.json, a checkpoint directory or a hub id")
+    fit = parser.add_argument_group("sizes of a model")
+    fit.add_argument("--fit", metavar="CONFIG", help="tiny, micro, full, a config.json, a checkpoint or a hub id")
     fit.add_argument("--sequences", type=int, default=256, metavar="N", help="sequences at a time (default: 256)")
     fit.add_argument("--context", type=int, default=4096, metavar="TOKENS", help="tokens of each (default: 4096)")
 

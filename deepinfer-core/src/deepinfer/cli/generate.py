@@ -6,8 +6,9 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from deepinfer.cli.arguments import add_engine_arguments, add_sampling_arguments, engine_arguments, sampling_arguments
 from deepinfer.errors import ConfigError
@@ -15,6 +16,7 @@ from deepinfer.errors import ConfigError
 if TYPE_CHECKING:
     from deepinfer import RequestOutput
 
+USAGE = "deepinfer generate [FLAGS] (PROMPT ... | --prompts-file FILE | --input FILE)"
 HELP = "Loads a model, completes every prompt and prints the texts in the order of the prompts."
 EXAMPLES = """\
 examples:
@@ -108,6 +110,23 @@ def result_as_dict(result: RequestOutput) -> dict[str, Any]:
 
 
 def _run_batch(args: argparse.Namespace, params: dict[str, Any]) -> int:
+    from deepinfer import LLM, SamplingParams
     from deepinfer.entrypoints.batch import run_batch
 
-    raise ConfigError(f"{run_batch} {params}")
+    SamplingParams(**params)
+    lines = _read(args.input).splitlines()
+    with _opened(args.output) as out, LLM(**engine_arguments(args)) as llm:
+        errors = run_batch(llm, lines, out, params)
+    if errors:
+        print(f"deepinfer: {errors} of the requests failed; their lines carry an error", file=sys.stderr)
+    return 1 if errors else 0
+
+
+def _opened(path: Path | None) -> AbstractContextManager[TextIO]:
+    """The file to write, or standard output, which stays open."""
+    if path is None:
+        return nullcontext(sys.stdout)
+    try:
+        return path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written ({error.strerror})") from None

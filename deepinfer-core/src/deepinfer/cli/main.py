@@ -1,7 +1,7 @@
 """The `deepinfer` command: finds the sub-command, imports only that one, and turns typed errors into one clean message.
 
-A command module offers `HELP`, `add_arguments(parser)` and `run(args) -> int`; it imports torch and the engine inside
-`run` only, so that every `--help` is quick.
+A command module offers `HELP`, `add_arguments(parser)` and `run(args) -> int`, and may offer `USAGE` and `EXAMPLES`; it
+imports torch and the engine inside `run` only, so that every `--help` is quick.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _DESCRIPTION = "Offline inference for DeepSeek-V4.1 on any accelerator, or on no
 _EPILOG = """\
 first steps:
   deepinfer doctor                                           is this machine ready?
-  deepinfer make-checkpoint --config tiny --out /tmp/tiny    a model of a few megabytes (it has learned nothing)
+  deepinfer make-checkpoint --config tiny --out /tmp/tiny    a model of 35 MB (it has learned nothing)
   deepinfer generate --model /tmp/tiny "Once upon a time"    run it
   deepinfer generate "Once upon a time"                      run the published model (about 510 GB)
 
@@ -50,12 +50,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command is None:
         parser.print_help()
         return 0
+    debug = args.debug or _early("debug")
     try:
-        debug = args.debug or _early("debug")
         _configure_logging("debug" if debug else _early("log_level"))
         return commands[args.command].run(args)
     except DeepInferError as error:
-        if args.debug or os.environ.get("DEEPINFER_DEBUG") == "1":
+        if debug:
             raise
         print(f"deepinfer: {error}", file=sys.stderr)
         return 2
@@ -73,7 +73,7 @@ def build_parser(arguments: Sequence[str]) -> tuple[argparse.ArgumentParser, dic
         prog="deepinfer",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=RawDescriptionRichHelpFormatter,
+        formatter_class=_HelpFormatter,
     )
     parser.add_argument("--version", action=_ShowVersion, help="print the version and exit")
     parser.set_defaults(debug=False)
@@ -85,8 +85,15 @@ def build_parser(arguments: Sequence[str]) -> tuple[argparse.ArgumentParser, dic
         if name in arguments:
             modules[name] = importlib.import_module("deepinfer.cli." + name.replace("-", "_"))
             command.description, command.epilog = modules[name].HELP, getattr(modules[name], "EXAMPLES", None)
+            command.usage = getattr(modules[name], "USAGE", None)
             modules[name].add_arguments(command)
     return parser, modules
+
+
+class _HelpFormatter(RawDescriptionRichHelpFormatter):
+    """Headings as they are written."""
+
+    group_name_formatter = str
 
 
 class _ShowVersion(argparse.Action):

@@ -61,7 +61,8 @@ class Admission:
         model: ModelInfo,
         clock: Callable[[], float],
     ) -> None:
-        assert config.max_model_len is not None and config.max_num_batched_tokens is not None
+        assert config.max_model_len is not None
+        assert config.max_num_batched_tokens is not None
         self._seed = config.seed
         self._max_model_len = config.max_model_len
         self._tokenizer = tokenizer

@@ -140,8 +140,8 @@ def checked_tokens(token_ids: TokenIds, model: ModelInfo) -> np.ndarray:
         images = np.flatnonzero(ids == model.image_token_id)
         if len(images):
             raise RequestError(
-                f"prompt token {model.image_token_id} at position {int(images[0])} stands for an image, but the request "
-                "brings none"
+                f"prompt token {model.image_token_id} at position {int(images[0])} stands for an image, but the "
+                "request brings none"
             )
     return ids
 

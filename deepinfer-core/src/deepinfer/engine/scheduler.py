@@ -44,7 +44,8 @@ class Scheduler:
     """Queues, memory pools and the slot table of one engine."""
 
     def __init__(self, config: EngineConfig, capacity: CacheCapacity, policy: AlternationPolicy) -> None:
-        assert config.max_model_len is not None and config.max_num_batched_tokens is not None
+        assert config.max_model_len is not None
+        assert config.max_num_batched_tokens is not None
         self.config = config
         self.policy = policy
         self.block_size = capacity.block_size

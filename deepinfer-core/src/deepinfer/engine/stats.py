@@ -56,7 +56,7 @@ class EngineStats:
         decode = self.decode_steps / self.decode_seconds if self.decode_seconds else 0.0
         host = 1000 * self.host_seconds / self.steps if self.steps else 0.0
         return (
-            f"{self.steps} steps, {self.prompt_tokens} prompt tokens ({prefill:.0f}/s), {self.generated_tokens} generated, "
-            f"{decode:.1f} decode steps/s, host {host:.2f} ms a step, {self.finished} finished, "
-            f"{self.preemptions} preemptions"
+            f"{self.steps} steps, {self.prompt_tokens} prompt tokens ({prefill:.0f}/s), "
+            f"{self.generated_tokens} generated, {decode:.1f} decode steps/s, host {host:.2f} ms a step, "
+            f"{self.finished} finished, {self.preemptions} preemptions"
         )

@@ -11,8 +11,8 @@ and optionally
     id                any JSON value, copied to the result
     sampling_params   object of `SamplingParams` fields; wins over the runner's defaults
 
-A result line has index (line number, from 0), id, text, token_ids, finish_reason, stop_reason, error, num_prompt_tokens
-and, if the line asked for them, logprobs.
+A result line has index (number of the line, blank ones not counted, from 0), id, text, token_ids, finish_reason,
+stop_reason, error, num_prompt_tokens and, if the line asked for them, logprobs and prompt_logprobs.
 """
 
 from __future__ import annotations
@@ -126,9 +126,7 @@ def _record(output: RequestOutput, line_id: Any) -> dict[str, Any]:
         "num_prompt_tokens": len(output.prompt_token_ids or ()),
     }
     if output.top_logprobs is not None:
-        record["logprobs"] = [
-            {"logprob": token.logprob, "top_logprobs": token.top_logprobs} for token in output
-        ]
+        record["logprobs"] = [{"logprob": token.logprob, "top_logprobs": token.top_logprobs} for token in output]
     if output.prompt_logprobs is not None:
         record["prompt_logprobs"] = output.prompt_logprobs
     return record

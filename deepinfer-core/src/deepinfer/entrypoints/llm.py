@@ -6,6 +6,7 @@ the prompts: exactly one a prompt, whatever happens to it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ from deepinfer.entrypoints.progress import Progress
 from deepinfer.entrypoints.prompts import Message, Params, asks_of, conversations_of, params_of, refused
 from deepinfer.errors import DeepInferError, EngineError
 from deepinfer.hub.chat import Renderer, render_chat
+
+logger = logging.getLogger("deepinfer.llm")
 
 
 class LLM:
@@ -194,11 +197,17 @@ class LLM:
         """The request of one conversation; a wrong one is that conversation's error only."""
         try:
             return Ask(prompt=self._renderer(conversation, **options), params=params)
-        except DeepInferError as error:
+        except (DeepInferError, TypeError, ValueError) as error:
             return refused(error)
 
     def _shaped(self, outputs: list[RequestOutput]) -> list[RequestOutput] | list[str]:
-        return [output.text for output in outputs] if self.config.decode_sequence else outputs
+        """The results, or plain strings with `decode_sequence`; these cannot carry errors, so errors are logged."""
+        if not self.config.decode_sequence:
+            return outputs
+        for output in outputs:
+            if output.error is not None:
+                logger.warning("prompt %d: %s", output.index, output.error)
+        return [output.text for output in outputs]
 
 
 def _in_order(outputs: list[RequestOutput]) -> list[RequestOutput]:

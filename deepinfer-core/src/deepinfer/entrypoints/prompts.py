@@ -54,7 +54,9 @@ def params_of(params: Params | Sequence[Params], count: int) -> list[Params]:
     assert each is not None
     for at, own in enumerate(each):
         if own is not None and not isinstance(own, SamplingParams | Mapping):
-            raise TypeError(f"sampling_params[{at}] is {type(own).__name__}, expected SamplingParams, a mapping or None")
+            raise TypeError(
+                f"sampling_params[{at}] is {type(own).__name__}, expected SamplingParams, a mapping or None"
+            )
     return _matching("sampling_params", each, count)
 
 
@@ -68,8 +70,8 @@ def conversations_of(messages: Sequence[Message] | Sequence[Sequence[Message]]) 
     for at, entry in enumerate(given):
         if isinstance(entry, str | Mapping) or not isinstance(entry, Sequence):
             raise TypeError(
-                f"messages[{at}] is {type(entry).__name__}: expected one conversation (a list of mappings with role and "
-                "content) or a list of conversations"
+                f"messages[{at}] is {type(entry).__name__}: expected one conversation (a list of mappings with role "
+                "and content) or a list of conversations"
             )
     return given
 
@@ -101,7 +103,9 @@ def _checked_ids(token_ids: Any) -> list[TokenIds | None] | None:
 
 
 def _is_list_like(value: Any) -> bool:
-    return isinstance(value, Sequence | np.ndarray) and not isinstance(value, str | bytes) or hasattr(value, "__array__")
+    return (isinstance(value, Sequence | np.ndarray) and not isinstance(value, str | bytes)) or hasattr(
+        value, "__array__"
+    )
 
 
 def _as_list(name: str, value: Any) -> list[Any] | None:

@@ -4,12 +4,14 @@ Everything is resolved on first use, so that a backend's entry module can take `
 without importing torch or pluggy.
 """
 
+# ruff: noqa: F401, I001  the imports below are for type checkers; at run time `__getattr__` does their work
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from deepinfer.errors import BackendError, DeepInferError, OpBindingError, OpError, UnsupportedError
     from deepinfer.hooks.api import (
         CANONICAL, OpContext, OpGroup, OpSpec, Provides, hookimpl, hookspec, op, provides,
     )  # fmt: skip
@@ -26,23 +28,26 @@ if TYPE_CHECKING:
     from deepinfer.hooks.visibility import Visibility, read_visibility
 
 _HOMES = {
-    "record": ("PLUGIN_API", "Backend", "OpPack", "Requires"),
-    "api": ("CANONICAL", "OpContext", "OpGroup", "OpSpec", "Provides", "hookimpl", "hookspec", "op", "provides"),
-    "types": (
+    "deepinfer.errors": ("BackendError", "DeepInferError", "OpBindingError", "OpError", "UnsupportedError"),
+    "deepinfer.hooks.record": ("PLUGIN_API", "Backend", "OpPack", "Requires"),
+    "deepinfer.hooks.api": (
+        "CANONICAL", "OpContext", "OpGroup", "OpSpec", "Provides", "hookimpl", "hookspec", "op", "provides",
+    ),
+    "deepinfer.hooks.types": (
         "EXACT", "SMOOTH", "CacheSpec", "EntryRows", "KVCache", "ModelTraits", "Numerics", "QuantTensor",
         "RingRows", "Selection", "SequenceSpan", "StepInputs", "StepViews", "Weight",
     ),
-    "bind": ("Contribution",),
-    "build": ("build_ops",),
-    "discover": ("survey",),
-    "failure": ("op_failures",),
-    "load": ("LoadedBackend", "open_backend"),
-    "manifest": ("Manifest",),
-    "table": ("Binding", "OpTable", "Provider"),
-    "trace": ("Tracer",),
-    "visibility": ("Visibility", "read_visibility"),
+    "deepinfer.hooks.bind": ("Contribution",),
+    "deepinfer.hooks.build": ("build_ops",),
+    "deepinfer.hooks.discover": ("survey",),
+    "deepinfer.hooks.failure": ("op_failures",),
+    "deepinfer.hooks.load": ("LoadedBackend", "open_backend"),
+    "deepinfer.hooks.manifest": ("Manifest",),
+    "deepinfer.hooks.table": ("Binding", "OpTable", "Provider"),
+    "deepinfer.hooks.trace": ("Tracer",),
+    "deepinfer.hooks.visibility": ("Visibility", "read_visibility"),
 }  # fmt: skip
-"""{module of this package: public names it defines}"""
+"""{module: public names it defines}"""
 
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -52,7 +57,7 @@ __all__ = sorted(_HOME)
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    return getattr(importlib.import_module(_HOME[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -57,7 +57,7 @@ class OpSpec:
     level     how much a backend misses without it: required, recommended, optional
     status    stable (covered by the plugin API version), beta, experimental, deprecated
     grain     kernel, block or layer
-    layout    tag of the private data it reads or writes; ops with one tag agree on one layout
+    layouts   tags of the private data it reads or writes; ops that share a tag agree on one layout of it
     composed  core's body only calls finer ops through `self.ops`, so it serves any layout and any mix of providers
     """
 
@@ -66,7 +66,7 @@ class OpSpec:
     level: str
     status: str
     grain: str
-    layout: str | None
+    layouts: tuple[str, ...]
     composed: bool
     function: Callable[..., Any] = field(repr=False, compare=False)
 
@@ -97,22 +97,25 @@ def op(
     level: str = "optional",
     status: str = "beta",
     grain: str = "kernel",
-    layout: str | None = None,
+    layout: str | tuple[str, ...] | None = None,
     composed: bool | None = None,
 ) -> Callable[[_Function], _Function]:
     """Declare a method of a contract class as an op; its name is "<group>.<method>".
 
-    `composed` defaults to whether the body mentions `self.ops`; pass False for a body that also touches private data.
+    layout    the tag, or tags, of opaque operands: caches, prepared weights, tables
+    composed  defaults to whether the body mentions `self.ops`; False for a body that also touches private data, True
+              for one that reaches other ops through a helper
     Raises `ValueError` for a level, status, grain or layout that does not exist.
     """
-    choices = (("level", level, LEVELS), ("status", status, STATUSES), ("grain", grain, GRAINS))
-    for what, value, allowed in (*choices, ("layout", layout, (None, *LAYOUTS))):
+    layouts = (layout,) if isinstance(layout, str) else tuple(layout or ())
+    choices = [("level", level, LEVELS), ("status", status, STATUSES), ("grain", grain, GRAINS)]
+    for what, value, allowed in (*choices, *(("layout", tag, LAYOUTS) for tag in layouts)):
         if value not in allowed:
             raise ValueError(f"op {what}={value!r}, allowed: {', '.join(map(str, allowed))}")
 
     def mark(function: _Function) -> _Function:
         is_composed = "ops" in function.__code__.co_names if composed is None else composed
-        setattr(function, _OP_MARK, OpSpec("", version, level, status, grain, layout, is_composed, function))
+        setattr(function, _OP_MARK, OpSpec("", version, level, status, grain, layouts, is_composed, function))
         return function
 
     return mark
@@ -219,7 +222,7 @@ def _collect_specs(contract: type[OpGroup]) -> dict[str, OpSpec]:
             mark = getattr(value, _OP_MARK, None)
             if mark is not None:
                 specs[name] = OpSpec(
-                    f"{contract.group}.{name}", mark.version, mark.level, mark.status, mark.grain, mark.layout,
+                    f"{contract.group}.{name}", mark.version, mark.level, mark.status, mark.grain, mark.layouts,
                     mark.composed, mark.function,
                 )  # fmt: skip
     return specs

@@ -1,4 +1,4 @@
-"""Binds every op once: creates the group objects, holds them to their contracts, lets `plan.py` choose, makes the table.
+"""Binds every op once: creates the group objects, holds them to their contracts, has `plan.py` choose, makes the table.
 
 Called by `build.py` with the loaded plugins, and by tests with any contributions and contracts. Configuration is
 final when this runs and no weight is loaded yet.
@@ -126,7 +126,8 @@ class _Binder:
 
     def _add_to_context(self, group: str) -> None:
         if group in {f.name for f in fields(OpContext)}:
-            self.context = replace(self.context, **{group: self.tables[group]})
+            bound: dict[str, Any] = {group: self.tables[group]}
+            self.context = replace(self.context, **bound)
 
     def _slots(self, contract: type[OpGroup]) -> list[Slot]:
         """Candidates of every provider for every op of a contract."""
@@ -159,19 +160,19 @@ class _Binder:
         if overrides(contract, made, spec.method):
             return self._native(contract, provider, made, spec)
         if contract.whole:  # the inherited body belongs to this provider's object: device state is not shared
-            return Candidate(provider, getattr(made, spec.method), reasons=self._core_reasons(contract))
+            return Candidate(provider, getattr(made, spec.method), _canonical(spec), self._core_reasons(contract))
         return Candidate(provider, None)
 
     def _native(self, contract: type[OpGroup], provider: Provider, made: OpGroup, spec: OpSpec) -> Candidate:
         function = getattr(made, spec.method)
         declared = provides_of(function)
         assert declared is not None  # check_object refuses overrides without it
-        layout = CANONICAL if spec.layout is None else declared.layouts.get(spec.layout, provider.name)
+        layouts = {tag: declared.layouts.get(tag, provider.name) for tag in spec.layouts}
         reasons = []
         if self.batch_invariant and contract.numeric and not declared.batch_invariant:
             reasons.append("not declared batch_invariant")
         reasons += self._refusals(provider, made, spec)
-        return Candidate(provider, function, layout, reasons)
+        return Candidate(provider, function, layouts, reasons)
 
     def _refusals(self, provider: Provider, made: OpGroup, spec: OpSpec) -> list[str]:
         """The implementation's own reasons against serving this model here."""
@@ -184,7 +185,7 @@ class _Binder:
         return list(reasons)
 
     def _core(self, own: OpGroup, spec: OpSpec) -> Candidate:
-        return Candidate(self.core, getattr(own, spec.method), reasons=self._core_reasons(type(own)))
+        return Candidate(self.core, getattr(own, spec.method), _canonical(spec), self._core_reasons(type(own)))
 
     def _core_reasons(self, contract: type[OpGroup]) -> list[str]:
         if self.batch_invariant and contract.numeric and not self.context.numerics.order_free:
@@ -193,15 +194,20 @@ class _Binder:
 
     def _binding(self, slot: Slot) -> Binding:
         choice = slot.choice
-        assert choice is not None and choice.function is not None  # check_plan has raised otherwise
+        assert choice is not None  # check_plan has raised otherwise
         method: Any = choice.function
         name = f"{method.__func__.__module__}.{method.__func__.__qualname__}"
-        neutral = slot.spec.layout is None or (choice is slot.core and slot.spec.composed)
-        layout = None if neutral else choice.layout
-        return Binding(slot.spec, choice.provider, name, layout, slot.refused, choice.function)
+        neutral = choice is slot.core and slot.spec.composed
+        layout = None if neutral else "+".join(dict.fromkeys(choice.layouts.values())) or None
+        return Binding(slot.spec, choice.provider, name, layout, slot.refused, method)
 
     def _wrapped(self, binding: Binding) -> Callable[..., Any]:
         function = binding.function
         for wrapper in self.wrappers:
             function = wrapper.wrap(binding, function)
         return function
+
+
+def _canonical(spec: OpSpec) -> dict[str, str]:
+    """The layouts core's own body works on."""
+    return dict.fromkeys(spec.layouts, CANONICAL)

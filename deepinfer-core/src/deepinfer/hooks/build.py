@@ -1,4 +1,4 @@
-"""From a loaded backend to the op table of a run: the one call of workers, `deepinfer ops` and tests of the real ops."""
+"""From a loaded backend to the op table of a run: the one call of workers, `deepinfer ops` and tests of real ops."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from deepinfer.hooks import report
 from deepinfer.hooks.api import OpContext
-from deepinfer.hooks.bind import Contribution, bind
+from deepinfer.hooks.bind import Contribution, Factory, bind
 from deepinfer.hooks.load import LoadedBackend, factories
 from deepinfer.hooks.ops import contracts
 from deepinfer.hooks.table import OpTable
@@ -51,7 +51,7 @@ def build_ops(
 
 def contributions(loaded: LoadedBackend) -> list[Contribution]:
     """The factories of every loaded plugin, most preferred first."""
-    made: dict[str, dict[str, object]] = {provider.name: {} for provider in loaded.providers}
+    made: dict[str, dict[str, Factory]] = {provider.name: {} for provider in loaded.providers}
     for contract in contracts():
         for name, factory in factories(loaded.manager, contract.factory).items():
             made[name][contract.group] = factory

@@ -123,7 +123,8 @@ def load_record(entry: Installed, kind: type[_Record]) -> _Record:
     record = resolve(entry, entry.target, f"{entry} cannot be imported")
     if not isinstance(record, kind):
         raise BackendError(
-            f"{entry}: entry point {entry.target} is a {type(record).__name__}, expected a deepinfer.hooks.{kind.__name__}"
+            f"{entry}: entry point {entry.target} is of type {type(record).__name__}, "
+            f"expected a deepinfer.hooks.{kind.__name__}"
         )
     check_api(entry, record.api)
     if record.name != entry.name:
@@ -205,7 +206,7 @@ def _probe_all() -> tuple[Installed, Backend, str]:
         return *present[0], "its device is present"
     if DEFAULT_BACKEND not in {entry.name for entry in entries}:
         raise BackendError(
-            "no backend is installed, not even core's own cpu: deepinfer-core is on the import path but not installed.\n"
+            "no backend is installed, not even core's own cpu: deepinfer-core is importable but not installed.\n"
             "  Install it: pip install deepinfer-core"
         )
     reason = f"{', '.join(e.name for e in asked)} found no device" if asked else "no other backend is installed"

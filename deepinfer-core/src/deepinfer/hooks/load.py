@@ -20,7 +20,7 @@ from deepinfer.environ import Settings
 from deepinfer.errors import BackendError, DeepInferError
 from deepinfer.hooks import discover, specs
 from deepinfer.hooks.api import PROJECT
-from deepinfer.hooks.discover import BACKENDS, OP_PACKS, VARIABLE, Installed
+from deepinfer.hooks.discover import OP_PACKS, Installed
 from deepinfer.hooks.record import Backend, OpPack
 from deepinfer.hooks.requirements import apply_environment, check_requirements
 from deepinfer.hooks.table import Provider
@@ -46,7 +46,7 @@ class LoadedBackend:
     """
 
     record: Backend
-    entry: Installed
+    entry: Installed = field(repr=False)
     reason: str
     providers: tuple[Provider, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -118,7 +118,9 @@ def new_manager() -> pluggy.PluginManager:
 def _load_pack(manager: pluggy.PluginManager, name: str, taken: str) -> Provider:
     entry = discover.find(OP_PACKS, name, f"DEEPINFER_OP_PACKS={name}")
     if name == taken or manager.has_plugin(name):
-        raise BackendError(f"{entry}: the name {name} is in use twice in this run; name each op pack once, none like the backend")
+        raise BackendError(
+            f"{entry}: the name {name} is in use twice in this run; name each op pack once, and none like the backend"
+        )
     record = discover.load_record(entry, OpPack)
     check_requirements(entry, record.requires, discover.call)
     return load_plugin(manager, entry, record.plugin)
@@ -129,7 +131,7 @@ def load_plugin(manager: pluggy.PluginManager, entry: Installed, target: str) ->
     is one pluggy will call."""
     plugin_class = discover.resolve(entry, target, f"{entry}: its plugin cannot be imported")
     if not inspect.isclass(plugin_class):
-        raise BackendError(f"{entry}: plugin {target} is a {type(plugin_class).__name__}, expected a class")
+        raise BackendError(f"{entry}: plugin {target} is of type {type(plugin_class).__name__}, expected a class")
     try:
         plugin = plugin_class()
     except DeepInferError:
@@ -143,7 +145,8 @@ def load_plugin(manager: pluggy.PluginManager, entry: Installed, target: str) ->
         raise BackendError(f"{entry}: {_validation_text(error, plugin)}") from error
     problems = hook_problems(manager, plugin)
     if problems:
-        raise BackendError(f"{entry}: {target} has hooks that would not work:\n" + "\n".join(f"  {p}" for p in problems))
+        lines = "\n".join(f"  {problem}" for problem in problems)
+        raise BackendError(f"{entry}: {target} has hooks that would not work:\n{lines}")
     provider = Provider(entry.name, entry.distribution, entry.version)
     event = {"plugin_name": provider.name, "distribution": provider.distribution, "version": provider.version}
     manager.hook.deepinfer_plugin_registered.call_historic(kwargs=event)

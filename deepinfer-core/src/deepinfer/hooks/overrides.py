@@ -62,7 +62,7 @@ def _parse(text: str, ops: Sequence[str], providers: Sequence[str]) -> Override:
 
 def _similar_ops(pattern: str, ops: Sequence[str]) -> str:
     groups = sorted({op.partition(".")[0] for op in ops})
-    close = difflib.get_close_matches(pattern, ops, n=3)
+    close = difflib.get_close_matches(pattern, ops, n=3, cutoff=0.8)
     group = difflib.get_close_matches(pattern.partition(".")[0], groups, n=1)
     if close:
         return f" Did you mean {' or '.join(close)}?"

@@ -18,7 +18,7 @@ from typing import Any
 from deepinfer.errors import OpBindingError
 from deepinfer.hooks.api import CANONICAL, OpSpec
 from deepinfer.hooks.overrides import Override, override_for
-from deepinfer.hooks.table import REFERENCE, Provider, Refusal
+from deepinfer.hooks.table import REFERENCE, Provider, Refusal, in_words
 
 
 @dataclass(slots=True)
@@ -26,14 +26,14 @@ class Candidate:
     """What one provider offers for one op.
 
     function    bound method, None if the provider has no implementation
-    layout      layout of the op's private data it works on, `CANONICAL` if the op has no layout tag
+    layouts     {layout tag of the op: name of the layout it works on}
     reasons     why it cannot serve
     set_aside   the override that prefers another provider, in words
     """
 
     provider: Provider
     function: Callable[..., Any] | None
-    layout: str = CANONICAL
+    layouts: dict[str, str] = field(default_factory=dict)
     reasons: list[str] = field(default_factory=list)
     set_aside: str | None = None
 
@@ -91,8 +91,7 @@ def plan_groups(slots: Sequence[Slot], overrides: Sequence[Override], whole: boo
     if whole:
         _keep_whole(slots)
     else:
-        for tag in dict.fromkeys(slot.spec.layout for slot in slots if slot.spec.layout is not None):
-            _agree_on_layout(tag, [slot for slot in slots if slot.spec.layout == tag])
+        _agree_on_layouts(slots)
     _check_overrides(slots, overrides)
 
 
@@ -124,17 +123,28 @@ def _keep_whole(slots: Sequence[Slot]) -> None:
                     candidate.reasons.append(f"the group is bound whole; {'; '.join(causes)}")
 
 
-def _agree_on_layout(tag: str, slots: Sequence[Slot]) -> None:
-    """Decide whose layout the ops of one tag use, and refuse every candidate that works on another."""
-    owner, layout = _layout_owner(tag, slots)
-    whose = "core's own" if layout == CANONICAL else f"{owner}'s {layout}"
-    for slot in slots:
-        for candidate in slot.candidates:
-            is_owner = layout == CANONICAL or candidate.provider.name == owner
-            if candidate.open and not (candidate.layout == layout and is_owner):
-                candidate.reasons.append(f"works on layout {candidate.layout}; {tag} is bound in {whose}")
-        if layout != CANONICAL and slot.core.open and not slot.spec.composed:
-            slot.core.reasons.append(f"works on core's own layout; {tag} is bound in {whose}")
+def _agree_on_layouts(slots: Sequence[Slot]) -> None:
+    """Decide whose layout every tag uses, and refuse each candidate that works on another.
+
+    A refusal may take from a provider what it needed to serve another tag, so this repeats until nothing changes;
+    reasons are only ever added, so it ends.
+    """
+    tags = {tag: [slot for slot in slots if tag in slot.spec.layouts] for slot in slots for tag in slot.spec.layouts}
+    changed = True
+    while changed:
+        before = _open_candidates(slots)
+        for tag, group in tags.items():
+            owner, layout = _layout_owner(tag, group)
+            for candidate in (c for slot in group for c in slot.candidates if c.open):
+                is_owner = layout == CANONICAL or candidate.provider.name == owner
+                if candidate.layouts[tag] != layout or not is_owner:
+                    whose = "core's own" if layout == CANONICAL else f"{owner}'s {layout}"
+                    candidate.reasons.append(f"works on layout {candidate.layouts[tag]}; {tag} is bound in {whose}")
+        changed = _open_candidates(slots) != before
+
+
+def _open_candidates(slots: Sequence[Slot]) -> int:
+    return sum(candidate.open for slot in slots for candidate in slot.candidates)
 
 
 def _layout_owner(tag: str, slots: Sequence[Slot]) -> tuple[str, str]:
@@ -142,28 +152,28 @@ def _layout_owner(tag: str, slots: Sequence[Slot]) -> tuple[str, str]:
     (reference, CANONICAL) if a provider on core's layout comes first or nobody can."""
     for name in _providers(slots):
         mine = [candidate for slot in slots if (candidate := slot.of(name)) is not None and candidate.open]
-        layouts = list(dict.fromkeys(candidate.layout for candidate in mine))
+        layouts = list(dict.fromkeys(candidate.layouts[tag] for candidate in mine))
         for layout in layouts:
             if layout == CANONICAL:
                 continue
-            lacking = [slot.spec.name for slot in slots if not _covers(slot, name, layout)]
+            lacking = [slot.spec.name for slot in slots if not _covers(slot, name, tag, layout)]
             if not lacking:
                 return name, layout
             for candidate in mine:
-                if candidate.layout == layout:
+                if candidate.layouts[tag] == layout:
                     candidate.reasons.append(
-                        f"works on {tag} layout {layout}, in which {name} cannot serve {', '.join(lacking)}; ops of one "
-                        f"layout come from one provider"
+                        f"works on {tag} layout {layout}, in which {name} cannot serve {', '.join(lacking)}; "
+                        f"ops of one layout come from one provider"
                     )
         if CANONICAL in layouts:
             break
     return REFERENCE, CANONICAL
 
 
-def _covers(slot: Slot, provider: str, layout: str) -> bool:
+def _covers(slot: Slot, provider: str, tag: str, layout: str) -> bool:
     """Whether an op can be served in a provider's private layout: by the provider, or by a composed body of core."""
     candidate = slot.of(provider)
-    if candidate is not None and candidate.open and candidate.layout == layout:
+    if candidate is not None and candidate.open and candidate.layouts[tag] == layout:
         return True
     return slot.spec.composed and slot.core.open
 
@@ -203,11 +213,11 @@ def check_plan(slots: Sequence[Slot], strict: bool, batch_invariant: bool) -> No
     if missing:
         wanted = "DEEPINFER_BATCH_INVARIANT=1" if batch_invariant else "op binding"
         advice = "  Core's own bodies qualify with numerics.order_free." if batch_invariant else ""
-        raise OpBindingError(_listing(f"{wanted}: {len(missing)} ops have no provider:", missing, advice))
+        raise OpBindingError(_listing(f"{wanted}: {_count(missing)} without a provider:", missing, advice))
     fallen = [s for s in slots if any(c.failed for c in s.candidates[: _rank(s)])]
     if strict and fallen:
         advice = "  Name the provider you accept with --op, or run without DEEPINFER_STRICT_OPS."
-        raise OpBindingError(_listing(f"DEEPINFER_STRICT_OPS=1: {len(fallen)} ops would fall back:", fallen, advice))
+        raise OpBindingError(_listing(f"DEEPINFER_STRICT_OPS=1: {_count(fallen)} would fall back:", fallen, advice))
 
 
 def _rank(slot: Slot) -> int:
@@ -215,10 +225,15 @@ def _rank(slot: Slot) -> int:
     return next((i for i, c in enumerate(slot.candidates) if c is slot.choice), len(slot.candidates))
 
 
+def _count(slots: Sequence[Slot]) -> str:
+    return "1 op" if len(slots) == 1 else f"{len(slots)} ops"
+
+
 def _listing(title: str, slots: Sequence[Slot], advice: str) -> str:
     lines = [title]
     for slot in slots:
         choice = slot.choice
-        lines.append(f"{slot.spec.name} v{slot.spec.version} -> {'nobody' if choice is None else choice.provider}")
+        who = "nobody" if choice is None else in_words(choice.provider, slot.spec)
+        lines.append(f"{slot.spec.name} v{slot.spec.version} -> {who}")
         lines += [f"  {refusal}" for refusal in slot.refused]
     return "\n".join(filter(None, [*lines, advice]))

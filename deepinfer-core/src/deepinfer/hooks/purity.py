@@ -1,12 +1,11 @@
 """Finds out whether loading a plugin changed what it does not own: attributes of torch, deepinfer, builtins.
 
-Used by tests and by the conformance kit: `before = snapshot()`, load the plugin, `changes(before)`. Compares identities,
-so a replaced function is found whatever it is replaced by. Also watches the import system and the environment.
+Used by tests and the conformance kit: `before = snapshot()`, load the plugin, `changes(before)`. Compares identities:
+a replaced function is found whatever takes its place. Also watches the import system and the environment.
 """
 
 from __future__ import annotations
 
-import inspect
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -62,7 +61,8 @@ def _classes(roots: tuple[str, ...]) -> Iterator[tuple[str, type]]:
     """Classes under the name of the module that defines them, so that a re-export is not counted twice."""
     for name, module in _modules(roots):
         for value in list(vars(module).values()):
-            if inspect.isclass(value) and value.__module__ == name:
+            # type(), not isinstance(), which asks the object itself: deprecated names of torch answer with a warning
+            if issubclass(type(value), type) and value.__module__ == name:
                 yield f"{name}.{value.__qualname__}", value
 
 
@@ -71,8 +71,7 @@ def _import_system() -> dict[str, tuple[Any, ...]]:
 
 
 def _changed(owner: str, was: Mapping[str, Any], now: Mapping[str, Any] | None) -> Iterator[str]:
-    if now is None:
-        yield f"{owner} was removed or replaced"
+    if now is None:  # a class that is gone, which its module's attributes tell, or an unloaded module
         return
     for name in was.keys() | now.keys():
         old, new = was.get(name, _ABSENT), now.get(name, _ABSENT)

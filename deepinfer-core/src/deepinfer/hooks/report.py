@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from deepinfer.hooks.table import Binding, OpTable
+from deepinfer.hooks.table import REFERENCE, Binding, OpTable
 
 WIDTH = 120
 
@@ -87,8 +87,9 @@ def text(ops: OpTable, width: int = WIDTH) -> str:
 
 def _cells(binding: Binding) -> tuple[str, ...]:
     spec = binding.spec
-    who = binding.provider.name if binding.kind == "native" else f"core {binding.kind}"
-    implementation = ".".join(binding.implementation.split(".")[-2:])
+    who = binding.provider.name if binding.provider.name != REFERENCE else f"core {binding.kind}"
+    # core's own body is the contract's method of the same name; saying so a hundred times hides the native ones
+    implementation = "" if binding.kind != "native" else ".".join(binding.implementation.split(".")[-2:])
     return (
         spec.name, str(spec.version), spec.level, spec.status, spec.grain, who, binding.layout or "-", implementation,
     )  # fmt: skip
@@ -96,7 +97,7 @@ def _cells(binding: Binding) -> tuple[str, ...]:
 
 def _line(cells: Sequence[str], widths: Sequence[int], width: int) -> str:
     fixed = "  ".join(cell.ljust(w) for cell, w in zip(cells, widths, strict=False))
-    line = f"{fixed}  {cells[-1]}"
+    line = f"{fixed}  {cells[-1]}".rstrip()
     return line if len(line) <= width else line[: width - 3] + "..."
 
 

@@ -58,7 +58,7 @@ class Binding:
     """One op and the implementation that serves it.
 
     implementation  qualified name of the bound function, "package.module.Class.method"
-    layout          name of the private data's layout, None for ops without a layout tag
+    layout          name of the private data's layout (several joined by +), None for an op that touches none
     refused         more preferred providers that were passed over, most preferred first
     function        the bound method itself, without trace wrappers
     """
@@ -72,22 +72,30 @@ class Binding:
 
     @property
     def kind(self) -> str:
-        """native, decomposed (core's body of finer ops) or reference (core's own computation)."""
-        if self.provider.name != REFERENCE:
+        """native, decomposed (core's body of finer ops) or reference (core's own computation).
+
+        What a provider of a whole group inherits is core's body, too.
+        """
+        if getattr(self.function, "__func__", None) is not self.spec.function:
             return "native"
         return "decomposed" if self.spec.composed else "reference"
 
     @property
     def served_by(self) -> str:
         """Provider in words: "acme 0.4.1 (deepinfer-acme)", "core reference" or "core decomposition"."""
-        if self.kind == "native":
-            return str(self.provider)
-        return "core reference" if self.kind == "reference" else "core decomposition"
+        return in_words(self.provider, self.spec)
 
     def explain(self) -> str:
         """One op with every reason why it is not served by a more preferred provider."""
         head = f"{self.spec.name} v{self.spec.version} -> {self.served_by}"
         return "\n".join([head, *(f"  {refusal}" for refusal in self.refused)])
+
+
+def in_words(provider: Provider, spec: OpSpec) -> str:
+    """A provider as messages name it: core by what its body is."""
+    if provider.name != REFERENCE:
+        return str(provider)
+    return "core decomposition" if spec.composed else "core reference"
 
 
 class OpTable:

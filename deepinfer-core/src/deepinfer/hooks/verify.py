@@ -74,8 +74,9 @@ def _override_problems(contract: type[OpGroup], klass: type[OpGroup], spec: OpSp
     if declared.version != spec.version:
         yield f"{spec.name}: provides version {declared.version}; this core knows version {spec.version}"
     for tag in declared.layouts:
-        if tag != spec.layout:
-            yield f"{spec.name}: declares a layout for {tag!r}; the op's layout tag is {spec.layout or 'none'}"
+        if tag not in spec.layouts:
+            allowed = ", ".join(spec.layouts) or "none"
+            yield f"{spec.name}: declares a layout for {tag!r}; layout tags of the op: {allowed}"
     problem = signature_problem(getattr(contract, spec.method), found)
     if problem:
         yield f"{spec.name}: {problem}"

@@ -7,7 +7,7 @@ random value, one that is unexpected shows a different model, a wrong dtype or s
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -48,10 +48,11 @@ def _missing_lines(missing: Iterable[str], manifest: Mapping[str, TensorSpec]) -
             yield f"{name}: missing, expected {manifest[name].dtype} {list(manifest[name].shape)}"
         else:
             incomplete[match["layer"]][match["expert"]].append(match["part"])
+    totals = Counter(name.rsplit(".", 3)[0] for name in manifest if name.endswith(".w1.weight"))
     for layer, experts in incomplete.items():
         expert, parts = next(iter(experts.items()))
-        total = sum(1 for name in manifest if name.startswith(f"{layer}.") and name.endswith(".w1.weight"))
-        yield f"{layer}: {len(experts)} of {total} experts are incomplete; expert {expert} lacks {', '.join(parts)}"
+        found = f"{len(experts)} of {totals[layer]} experts are incomplete"
+        yield f"{layer}: {found}; expert {expert} lacks {', '.join(parts)}"
 
 
 def _unexpected_line(name: str, info: TensorInfo) -> str:

@@ -45,9 +45,9 @@ def locate(
     if override is not None:
         return override
     path = Path(model).expanduser()
-    if path.is_dir():
+    if str(model) and path.is_dir():
         return _require_files(path, want)
-    if path.exists():
+    if path.is_file():
         raise CheckpointError(f"model: found {str(model)!r}, which is a file, expected a directory or a hub id")
     if not _HUB_ID.match(str(model)):
         raise CheckpointError(f"model: found no directory {str(model)!r}, and it is no hub id (owner/name) either")

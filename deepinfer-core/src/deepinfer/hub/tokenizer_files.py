@@ -54,7 +54,8 @@ def read_rules(directory: Path, compatibility: str | None = None) -> TokenizerRu
     policy = compatibility or config.get("tokenizer_compatibility", "release")
     if policy not in ("release", "native"):
         raise TokenizerError(f"tokenizer_compatibility: found {policy!r}, expected 'release' or 'native'")
-    vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+    ids = backend.get_vocab(with_added_tokens=True)
+    vocab_size = max(index for token, index in ids.items() if token not in PLACEHOLDERS) + 1
     bos: int | None = 0
     pad: int | None = 2
     adds_bos = True
@@ -108,8 +109,7 @@ def _require_release(directory: Path, backend: Backend, settings: Mapping[str, A
     """Check the pins of the release and register the placeholders."""
     facts: list[tuple[str, Any, Any]] = [("tokenizer_class", settings.get("tokenizer_class"), RELEASE_CLASS)]
     facts += [(f"id of {token}", backend.token_to_id(token), index) for index, token in enumerate((BOS, EOS, PAD))]
-    if backend.token_to_id(PLACEHOLDERS[0]) is None:
-        facts.append(("size of the vocabulary", vocab_size, RELEASE_VOCAB_SIZE))
+    facts.append(("size of the vocabulary", vocab_size, RELEASE_VOCAB_SIZE))
     _require(directory, facts)
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in PLACEHOLDERS])
     expected = enumerate(PLACEHOLDERS, RELEASE_VOCAB_SIZE)
@@ -121,7 +121,7 @@ def _require(directory: Path, facts: list[tuple[str, Any, Any]]) -> None:
         if found != expected:
             raise TokenizerError(
                 f"{directory}: {what}: found {found!r}, expected {expected!r} as in the release's tokenizer; "
-                f"a tokenizer of its own needs \"tokenizer_compatibility\": \"native\" in config.json"
+                f'a tokenizer of its own needs "tokenizer_compatibility": "native" in config.json'
             )
 
 
@@ -136,17 +136,15 @@ def _post_processor_adds(backend: Backend, bos: int | None) -> bool:
     return backend.encode("", add_special_tokens=True).ids[:1] == [bos]
 
 
-def _eos_ids(
-    directory: Path, sources: list[Mapping[str, Any]], named: int | None, vocab_size: int
-) -> tuple[int, ...]:
+def _eos_ids(directory: Path, sources: list[Mapping[str, Any]], named: int | None, vocab_size: int) -> tuple[int, ...]:
     """All end tokens of config.json and generation_config.json; the tokenizer's own where neither names one."""
-    ids: set[int] = set()
+    ids: list[Any] = []
     for source in sources:
         value = source.get("eos_token_id")
-        ids.update(value if isinstance(value, list) else [] if value is None else [value])
+        ids += value if isinstance(value, list) else [] if value is None else [value]
     if not ids and named is not None:
-        ids = {named}
+        ids = [named]
     wrong = [value for value in ids if type(value) is not int or not 0 <= value < vocab_size]
     if wrong:
         raise TokenizerError(f"{directory}: eos_token_id: found {wrong[0]!r}, expected ids below {vocab_size}")
-    return tuple(sorted(ids))
+    return tuple(sorted(set(ids)))

@@ -200,6 +200,6 @@ def _divisors(number: int) -> str:
 
 def _intersections(first: Iterable[tuple[int, ...]], second: Iterable[tuple[int, ...]]) -> Partition:
     """Non-empty intersections of two partitions: again a partition."""
-    second = [frozenset(members) for members in second]
-    cut = (tuple(rank for rank in one if rank in other) for one in first for other in second)
+    others = [frozenset(members) for members in second]
+    cut = (tuple(rank for rank in one if rank in other) for one in first for other in others)
     return tuple(members for members in cut if members)

@@ -114,12 +114,13 @@ def _selected_part(
     """
     accumulate = near.dtype
     step = max(16, _GATHER_VALUES // max(1, selected.shape[1] * entries.shape[1]))
+    q, entries = q.to(accumulate), entries.to(accumulate)
     weights, outputs = [], []
     for first in range(0, q.shape[0], step):
         rows = slice(first, first + step)
         index = selected[rows]
-        gathered = torch.nn.functional.embedding(index.clamp(min=0), entries).to(accumulate)
-        far = torch.matmul(q[rows].to(accumulate), gathered.transpose(1, 2)) * scale
+        gathered = torch.nn.functional.embedding(index.clamp(min=0), entries)
+        far = torch.matmul(q[rows], gathered.transpose(1, 2)) * scale
         far = far.masked_fill((index < 0).unsqueeze(1), float("-inf"))
         joint = sink_softmax(torch.cat((near[rows], far), -1), sink)
         window, chosen = joint.split((near.shape[-1], far.shape[-1]), -1)

@@ -188,7 +188,7 @@ def _fake_power_of_two(x: torch.Tensor, fmt: _Format, out_dtype: torch.dtype) ->
 
 
 def _round_at(x: torch.Tensor, exponent: torch.Tensor, mantissa: int) -> torch.Tensor:
-    """x float32 rounded to multiples of 2^(exponent - mantissa). exponent: int32 bits of a power of two; overwritten."""
+    """x float32 to multiples of 2^(exponent - mantissa). exponent: int32 bits of a power of two, overwritten."""
     shift = exponent.add_(((23 - mantissa) << 23) | (1 << 22)).view(torch.float32)
     return (x + shift).sub_(shift)
 
@@ -244,8 +244,7 @@ def _decode_e4m3(codes: torch.Tensor) -> torch.Tensor:
     codes = codes.contiguous().view(torch.uint8)
     if codes.shape[-1] % 2 or codes.storage_offset() % 2:
         return codes.view(torch.float8_e4m3fn).to(torch.bfloat16)
-    pairs = codes.view(torch.int16).to(torch.int32).bitwise_and_(0xFFFF)
-    return _look_up(_e4m3_pairs(codes.device), pairs)
+    return _look_up(_e4m3_pairs(codes.device), codes.view(torch.uint16).to(torch.int32))
 
 
 def _decode_e2m1(packed: torch.Tensor) -> torch.Tensor:

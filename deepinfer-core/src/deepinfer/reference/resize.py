@@ -1,9 +1,10 @@
 """Resampling of 8-bit images: bicubic with antialiasing, in fixed-point arithmetic, one axis after the other.
 
-Called by `vision.patchify`. Gives the same bytes as `Image.resize(..., BICUBIC)` of Pillow up to 12, which the published
-image processor uses, because a changed grey level is a changed prompt. (Pillow 13 may take the height first, which
-changes a few grey levels by one.) Each output pixel weighs the input pixels under a cubic kernel (a = -1/2), stretched
-when shrinking so that no pixel is left out; weights are rounded to 22 fractional bits, each axis to 8 bits.
+Called by `vision.patchify`. Gives the same bytes as `Image.resize(..., BICUBIC)` of Pillow up to 12, which the
+published image processor uses, because a changed grey level is a changed prompt. (Pillow 13 may take the height first,
+which changes some levels where the shape changes too.) Each output pixel weighs the input pixels under a cubic kernel
+(a = -1/2), stretched when shrinking so that no pixel is left out; weights are rounded to 22 fractional bits, each axis
+to 8 bits.
 """
 
 from __future__ import annotations

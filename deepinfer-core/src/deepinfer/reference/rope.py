@@ -15,10 +15,21 @@ import torch
 class YarnScaling(Protocol):
     """What YaRN needs of `rope_scaling`; names follow the checkpoint's config keys."""
 
-    factor: float
-    original_max_position_embeddings: int
-    beta_fast: float
-    beta_slow: float
+    @property
+    def factor(self) -> float:
+        """How far the context is stretched."""
+
+    @property
+    def original_max_position_embeddings(self) -> int:
+        """Context length before stretching."""
+
+    @property
+    def beta_fast(self) -> float:
+        """Turns within the original length from which a pair keeps its frequency."""
+
+    @property
+    def beta_slow(self) -> float:
+        """Turns up to which a pair is slowed by the full factor."""
 
 
 def inverse_frequencies(theta: float, rope_dim: int, scaling: YarnScaling | None = None) -> torch.Tensor:
@@ -27,7 +38,7 @@ def inverse_frequencies(theta: float, rope_dim: int, scaling: YarnScaling | None
 
 
 def rope_table(max_positions: int, theta: float, rope_dim: int, scaling: YarnScaling | None = None) -> torch.Tensor:
-    """float32 [max_positions, rope_dim] = [cos | sin]. Angles are exact to float64, so far positions keep their phase."""
+    """float32 [max_positions, rope_dim] = [cos | sin]. Angles are formed in float64: far positions keep their phase."""
     positions = torch.arange(max_positions, dtype=torch.float64)
     angles = torch.outer(positions, _frequencies(theta, rope_dim, scaling))
     return torch.cat((angles.cos(), angles.sin()), -1).float()

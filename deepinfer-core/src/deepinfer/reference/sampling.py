@@ -76,7 +76,7 @@ def process(
     for block in row_blocks(*logits.shape):
         scaled = _scaled(logits[block], temperature[block])
         out[block] = scaled.sub_(_log_norm(scaled))
-    if filtered is not None:
+    if filtered is not None and top_p is not None and top_k is not None:
         for block in row_blocks(len(filtered), logits.shape[-1]):
             rows = filtered[block]
             scaled = _scaled(logits[rows], temperature[rows])

@@ -61,14 +61,15 @@ def verify(
     """Accept a prefix of every sequence's drafts. See `SamplingOps.verify` for shapes and rules."""
     if rule not in RULES:
         raise ValueError(f"verification rule {rule!r}, expected one of {', '.join(RULES)}")
-    if rule == "rejection" and draft_logprobs is None:
-        raise ValueError("the rejection rule needs the draft's distributions, found draft_logprobs=None")
     rows, sequences = len(draft_ids), len(row_starts)
     sequence = torch.arange(sequences, device=row_starts.device).repeat_interleave(row_counts, output_size=rows)
     offset = torch.arange(rows, device=row_starts.device) - row_starts[sequence]
     row_seeds, row_positions = seeds[sequence], positions[sequence] + offset
+    probability = None
     if rule == "coupled":
-        token_ids, probability = draw(logprobs, row_seeds, row_positions), None
+        token_ids = draw(logprobs, row_seeds, row_positions)
+    elif draft_logprobs is None:
+        raise ValueError("the rejection rule needs the draft's distributions, found draft_logprobs=None")
     else:
         token_ids, probability = _reject(logprobs, draft_ids, row_seeds, row_positions, draft_logprobs)
     token_ids = torch.where(golden >= 0, golden, token_ids)

@@ -1,7 +1,7 @@
 """The image tower: pixels to patches, patches through a vision transformer, features to the text model's width.
 
-Called by `hooks.ops.vision`; model specification 3.16. Images of one call are concatenated row by row and never see each
-other. Does not know token ids or sequences; attention is passed in, so that a backend's own can serve.
+Called by `hooks.ops.vision`; model specification 3.16. Images of one call, at least one, are concatenated row by row
+and never see each other. Does not know token ids or sequences; attention is passed in, so that a backend's own serves.
 
     tower    x = patch W + b; per block: x += proj(attention(norm1 x)), x += w2(silu(gate) * up)(norm2 x); final norm
     aligner  ratio x ratio patches become one feature of ratio^2 * width channels; w2 gelu(w1 x + b1) + b2
@@ -186,10 +186,10 @@ def rope_table(grids: Sequence[Grid], head_dim: int, theta: float, device: torch
     head_dim / 4 frequencies theta^(-2i / (head_dim / 2)) serve both; a patch counts from its image's top left.
     """
     half = head_dim // 2
-    frequency = theta ** (-torch.arange(0, half, 2, dtype=torch.float64, device=device) / half)
+    frequency = theta ** (-torch.arange(0, half, 2, dtype=torch.float64) / half)
     places = [torch.cartesian_prod(torch.arange(rows), torch.arange(columns)) for rows, columns in grids]
-    places = torch.cat(places).to(device)  # [P, 2]
-    return (places.unsqueeze(-1) * frequency).flatten(1).to(torch.float32)
+    angles = torch.cat(places).unsqueeze(-1) * frequency  # [P, 2, head_dim / 4], made on the host: needs float64
+    return angles.flatten(1).to(torch.float32).to(device)
 
 
 def rotate_halves(x: torch.Tensor, angles: torch.Tensor, rounding: Rounding) -> torch.Tensor:

@@ -50,9 +50,7 @@ class LocalExecutor:
 
     def close(self) -> None:
         """Give weights and caches back. Idempotent."""
-        worker, self.worker = self.worker, None
-        if worker is not None:
-            worker.close()
+        self.worker = None
 
 
 def create_executor(config: EngineConfig) -> LocalExecutor:

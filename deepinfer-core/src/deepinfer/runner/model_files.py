@@ -5,11 +5,14 @@ With `load_format="dummy"` a built-in configuration name ("tiny", "micro", "full
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from deepinfer.config import EngineConfig
-from deepinfer.hub.locate import locate
+from deepinfer.environ import Settings
+from deepinfer.hub.locate import MODEL_DIR_VARIABLE, TOKENIZER, locate
 from deepinfer.hub.tokenizer import Tokenizer
 from deepinfer.models.deepseek_v41.config import BUILTIN, ModelConfig
 
@@ -30,8 +33,18 @@ def open_model(config: EngineConfig) -> ModelFiles:
         text = model.text
         tokenizer = Tokenizer.byte_level(text.vocab_size, text.engram_compressed_vocab_size, model.image_token_id)
         return ModelFiles(None, model, tokenizer)
-    preferred = config.settings.hf_model_dir
-    directory = locate(config.model, config.revision, preferred)
+    environ = _environ(config.settings)
+    directory = locate(config.model, config.revision, environ)
     model = ModelConfig.from_directory(directory)
-    source = directory if config.tokenizer is None else locate(config.tokenizer, config.tokenizer_revision)
-    return ModelFiles(directory, model, Tokenizer(source, model.tokenizer_compatibility))
+    if config.tokenizer is None:
+        return ModelFiles(directory, model, Tokenizer(directory))
+    return ModelFiles(directory, model, Tokenizer(locate(config.tokenizer, config.tokenizer_revision, environ, TOKENIZER)))
+
+
+def _environ(settings: Settings) -> Mapping[str, str]:
+    """This process's environment with the model directory that the settings have decided on."""
+    environ = dict(os.environ)
+    environ.pop(MODEL_DIR_VARIABLE, None)
+    if settings.hf_model_dir is not None:
+        environ[MODEL_DIR_VARIABLE] = str(settings.hf_model_dir)
+    return environ

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from deepinfer.config import EngineConfig
-from deepinfer.hooks import Numerics, OpContext, OpTable, build_ops, open_backend
+from deepinfer.hooks import Numerics, OpContext, OpTable, build_ops, op_failures, open_backend
 from deepinfer.hooks.ops.step_inputs import Truncation
 from deepinfer.hub.safetensors import Checkpoint
 from deepinfer.hub.vocabulary import compress_vocabulary
@@ -27,6 +27,9 @@ from deepinfer.sample.sampler import Sampler
 
 BLOCK_SIZE = 128
 """tokens of a paged cache block"""
+
+LOCAL_RANK = 0
+"""device of the only worker"""
 
 logger = logging.getLogger("deepinfer.runner")
 
@@ -61,12 +64,9 @@ class Worker:
         return cls(ops, runner, capacity)
 
     def run(self, batch: StepBatch) -> StepResult:
-        """Run a step to its end."""
-        return self.runner.run(batch)
-
-    def close(self) -> None:
-        """Give weights and caches back."""
-        del self.runner
+        """Run a step to its end; an op that raises is reported as OpError with its provider."""
+        with op_failures(self.ops):
+            return self.runner.run(batch)
 
 
 def read_truncation(config: EngineConfig, model_config: ModelConfig) -> Truncation:
@@ -111,13 +111,14 @@ def bind_ops(config: EngineConfig, model_config: ModelConfig) -> tuple[OpContext
     settings = config.settings
     backend = open_backend(config.accelerator, settings=settings)
     context = OpContext(
-        device=torch.device(backend.device_type),
+        device=backend.device(LOCAL_RANK),
         numerics=Numerics(quantize=config.numerics == "exact", order_free=settings.batch_invariant),
         traits=model_config.traits(BLOCK_SIZE, settings.max_backtracking_tokens, config.runtime_max_model_len),
         settings=settings,
     )
     ops = build_ops(backend, context, config.op_overrides, config.trace_ops)
-    ops.runtime.select(0)
+    ops.runtime.select(LOCAL_RANK)
+    ops.runtime.warm_up()
     return context, ops
 
 

@@ -84,8 +84,8 @@ class SamplingBatch:
             seed=np.array(seeds, np.uint64),
             position=np.array(positions, np.int64),
             num_top_logprobs=np.array([p.num_top_logprobs for p in params], np.int32),
-            forbid_eos=np.array([p.forbids_eos_at(o) for p, o in zip(params, output_indices)], bool),
-            golden=np.array([p.golden_at(o) for p, o in zip(params, output_indices)], np.int32),
+            forbid_eos=np.array([p.forbids_eos_at(o) for p, o in zip(params, output_indices, strict=True)], bool),
+            golden=np.array([p.golden_at(o) for p, o in zip(params, output_indices, strict=True)], np.int32),
             forbidden=np.array(early, np.int64) if early else None,
         )
 

@@ -68,7 +68,7 @@ class Sampler:
         """
         if logits.shape != (batch.num_rows, self.vocab_size):
             raise ValueError(f"logits {list(logits.shape)} for {batch.num_rows} rows of {self.vocab_size} tokens")
-        masked, status = self.ops.prepare(logits, self._banned, self._pairs(batch), self._tensor(batch.allowed_mask))
+        masked, status = self.ops.prepare(logits, self._banned, self._pairs(batch), self._mask(batch))
         if self.force_topk:
             masked = self.ops.keep_top(masked, self.force_topk)
         is_greedy = batch.temperature <= GREEDY_TEMPERATURE
@@ -128,5 +128,9 @@ class Sampler:
             pairs.append(np.stack([np.repeat(rows, len(self._eos_ids)), np.tile(self._eos_ids, len(rows))], axis=1))
         return self._tensor(np.concatenate(pairs).astype(np.int64)) if pairs else None
 
-    def _tensor(self, array: np.ndarray | None) -> torch.Tensor | None:
-        return None if array is None else torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+    def _mask(self, batch: SamplingBatch) -> torch.Tensor | None:
+        """The grammar's bit masks on the device."""
+        return None if batch.allowed_mask is None else self._tensor(batch.allowed_mask)
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)

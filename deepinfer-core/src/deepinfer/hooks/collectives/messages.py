@@ -7,7 +7,8 @@ expects from a.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,7 +44,7 @@ def exchange(sends: Sequence[Message], receives: Sequence[Message], group: Group
         deliver(x, buffer)
 
 
-def _operations(kind: object, messages: Sequence[Message], group: Group) -> list[dist.P2POp]:
+def _operations(kind: Callable[..., Any], messages: Sequence[Message], group: Group) -> list[dist.P2POp]:
     """Torch's form of messages. Tags count the messages of a pair, so that they cannot overtake each other."""
     count: Counter[int] = Counter()
     operations = []

@@ -55,14 +55,15 @@ def deterministic_algorithms(enabled: bool) -> Iterator[None]:
     """
     mode = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory
+    companion: Any = torch.utils.deterministic
+    fill = companion.fill_uninitialized_memory
     torch.use_deterministic_algorithms(enabled)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    companion.fill_uninitialized_memory = False
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(mode, warn_only=warn_only)
-        torch.utils.deterministic.fill_uninitialized_memory = fill
+        companion.fill_uninitialized_memory = fill
 
 
 class DeviceTimers:

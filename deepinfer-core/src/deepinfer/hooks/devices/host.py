@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from deepinfer.hooks.devices.facts import DeviceProperties, MemoryInfo, RuntimeCapabilities
-from deepinfer.hooks.devices.host_memory import memory_info, reset_peak
+from deepinfer.hooks.devices.host_memory import keep_freed_memory, memory_info, reset_peak
 from deepinfer.hooks.devices.synchronous import CurrentStream, RerunGraph, SynchronousEvent, SynchronousStream
 
 
@@ -46,7 +46,7 @@ class HostDevice:
         return reset_peak(self._root)
 
     def empty_cache(self) -> None:
-        """The C allocator returns large buffers on its own."""
+        """The C allocator keeps freed memory for the next step, see `warm_up`."""
 
     def current_stream(self) -> SynchronousStream:
         return self._streams.get()
@@ -73,7 +73,8 @@ class HostDevice:
         return RerunGraph(function)
 
     def warm_up(self) -> None:
-        """Nothing to initialise."""
+        """Make the C allocator keep what a step frees for the next one."""
+        keep_freed_memory()
 
 
 def usable_cpus() -> tuple[int, ...]:

@@ -6,6 +6,7 @@ standard library has are used. Every function takes `root`, where the files are:
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 from collections.abc import Iterator
@@ -116,3 +117,20 @@ def _process(root: Path) -> tuple[int, int]:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return peak, peak
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # option numbers of mallopt(3)
+
+
+def keep_freed_memory() -> bool:
+    """Let the C allocator reuse freed memory instead of returning it to the system. True where it obeyed.
+
+    Every step allocates and frees the same large tensors. By default glibc maps and unmaps each of them, and the kernel
+    clears every page again: adding 1 to a tensor of 1 to 100 MB took 3 to 6 times as long (docs/performance.md).
+    Allocators without `mallopt` keep their own rules.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return False
+    return bool(mallopt(_M_MMAP_MAX, 0) and mallopt(_M_TRIM_THRESHOLD, 2**31 - 1))

@@ -41,12 +41,14 @@ class SynchronousEvent:
 
     def elapsed_time(self, end: SynchronousEvent) -> float:
         """Milliseconds from this event to `end`, host clock. Raises OpError unless both are timed and recorded."""
-        for name, event in (("start", self), ("end", end)):
-            if not event._timed:
-                raise OpError(f"elapsed_time: the {name} event keeps no time; create it with new_event(True)")
-            if event._recorded_ns is None:
-                raise OpError(f"elapsed_time: the {name} event was never recorded")
-        return (end._recorded_ns - self._recorded_ns) / 1e6
+        return (end._moment("end") - self._moment("start")) / 1e6
+
+    def _moment(self, role: str) -> int:
+        if not self._timed:
+            raise OpError(f"elapsed_time: the {role} event keeps no time; create it with new_event(True)")
+        if self._recorded_ns is None:
+            raise OpError(f"elapsed_time: the {role} event was never recorded")
+        return self._recorded_ns
 
 
 class SynchronousStream:

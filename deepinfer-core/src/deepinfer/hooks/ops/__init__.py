@@ -11,6 +11,17 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from deepinfer.hooks.api import OpGroup
+    from deepinfer.hooks.ops.attention import AttentionOps as AttentionOps
+    from deepinfer.hooks.ops.cache import CacheOps as CacheOps
+    from deepinfer.hooks.ops.communicator import CommunicatorOps as CommunicatorOps
+    from deepinfer.hooks.ops.engram import EngramOps as EngramOps
+    from deepinfer.hooks.ops.experts import ExpertOps as ExpertOps
+    from deepinfer.hooks.ops.gemm import GemmOps as GemmOps
+    from deepinfer.hooks.ops.residual import ResidualOps as ResidualOps
+    from deepinfer.hooks.ops.runtime import RuntimeOps as RuntimeOps
+    from deepinfer.hooks.ops.sampling import SamplingOps as SamplingOps
+    from deepinfer.hooks.ops.step_inputs import StepInputOps as StepInputOps
+    from deepinfer.hooks.ops.vision import VisionOps as VisionOps
 
 CONTRACTS = (
     ("runtime", "RuntimeOps"),

@@ -68,7 +68,7 @@ class AttentionOps(OpGroup):
         """
         return apply_rope(x, positions, table, inverse, self.numerics.accumulate_dtype)
 
-    @op(version=1, level="recommended", status="beta", grain="block")
+    @op(version=1, level="recommended", status="beta", grain="block", layout="kv_cache", composed=True)
     def latent(
         self,
         q: torch.Tensor,
@@ -106,7 +106,7 @@ class AttentionOps(OpGroup):
         out = self.ops.attention.rope(out, step.positions, weights.rope, True)
         return self.ops.gemm.quantize(out.reshape(out.shape[0], self.traits.o_groups, -1))
 
-    @op(version=1, level="required", status="beta", grain="kernel")
+    @op(version=1, level="required", status="beta", grain="kernel", layout="kv_cache", composed=True)
     def cached(
         self,
         q: torch.Tensor,
@@ -139,7 +139,7 @@ class AttentionOps(OpGroup):
         out = reference.attend_rows(q, keys, visible, sink, scale, self.numerics.accumulate_dtype)
         return out.to(torch.float32)
 
-    @op(version=1, level="required", status="beta", grain="kernel")
+    @op(version=1, level="required", status="beta", grain="kernel", layout="kv_cache", composed=True)
     def chunk(
         self,
         q: torch.Tensor,
@@ -156,6 +156,7 @@ class AttentionOps(OpGroup):
         q        [Q, heads, head_dim] after rope
         before   [n, W - 1, head_dim] window keys before each sequence's first row
         keys     [Q, head_dim] the step's own window keys, as the cache returns them
+        sink     [heads] float32, extra logit in the softmax denominator
         returns  [Q, heads, head_dim] float32 (a kernel may return bfloat16)
         """
         entries, local = (None, None) if selection is None else self._entries(cache, source, selection, step)
@@ -198,7 +199,7 @@ class AttentionOps(OpGroup):
         distinct, local = torch.unique(physical.masked_fill(missing, 0), return_inverse=True)
         return distinct, local.masked_fill(missing, -1)
 
-    @op(version=1, level="recommended", status="beta", grain="block")
+    @op(version=1, level="recommended", status="beta", grain="block", layout="kv_cache", composed=True)
     def select(
         self,
         q: torch.Tensor,
@@ -252,7 +253,7 @@ class AttentionOps(OpGroup):
         """
         return quant.fake_q4u(q, q.dtype) if self.numerics.quantize else q
 
-    @op(version=1, level="required", status="beta", grain="kernel")
+    @op(version=1, level="required", status="beta", grain="kernel", layout="kv_cache", composed=True)
     def index_scores(
         self, q: torch.Tensor, weights: torch.Tensor, cache: KVCache, source: int, span: SequenceSpan, step: StepInputs
     ) -> torch.Tensor:
@@ -294,7 +295,7 @@ class AttentionOps(OpGroup):
         """
         return indexer.top_entries(scores, lengths, self.traits.index_topk)
 
-    @op(version=1, level="recommended", status="beta", grain="block")
+    @op(version=1, level="recommended", status="beta", grain="block", layout="kv_cache", composed=True)
     def draft(
         self, q: torch.Tensor, kv: torch.Tensor, weights: LatentWeights, cache: KVCache, layer: int, step: StepInputs
     ) -> QuantTensor:

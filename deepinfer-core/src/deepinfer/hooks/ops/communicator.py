@@ -216,9 +216,7 @@ class CommunicatorOps(OpGroup):
     # messages
 
     @op(level="recommended")
-    def exchange(
-        self, sends: Sequence[messages.Message], receives: Sequence[messages.Message], group: str
-    ) -> None:
+    def exchange(self, sends: Sequence[messages.Message], receives: Sequence[messages.Message], group: str) -> None:
         """Send and receive many tensors at once. [in-place receives]
 
         sends, receives  (tensor, peer): the i-th tensor a rank sends to a peer fills the i-th that the peer receives

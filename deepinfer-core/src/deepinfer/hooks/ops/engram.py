@@ -56,7 +56,12 @@ class EngramOps(OpGroup):
     def hash(
         self, ngrams: torch.Tensor, constants: EngramConstants, image_mask: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Table rows of every token in one layer. ngrams [Q, g] int64 -> [Q, T] int64; -1 in image rows."""
+        """Table rows of every token in one layer.
+
+        ngrams      [Q, g] int64
+        image_mask  [Q] bool or None, rows of image placeholders
+        returns     [Q, T] int64, -1 in image rows
+        """
         return reference.hash_rows(ngrams, constants, image_mask)
 
     @op(version=1, level="optional", status="beta", grain="kernel", layout="engram_table")

@@ -123,7 +123,7 @@ class ExpertOps(OpGroup):
         """
         return reference.combine(expert_rows, dispatched.position, shared, self.numerics.accumulate_dtype)
 
-    @op(version=1, level="optional", status="beta", grain="block", layout="expert_weight")
+    @op(version=1, level="optional", status="beta", grain="block", layout=("dense_weight", "expert_weight"))
     def moe(
         self, u: torch.Tensor, x: QuantTensor, weights: MoeWeights, image_mask: torch.Tensor | None = None
     ) -> torch.Tensor:

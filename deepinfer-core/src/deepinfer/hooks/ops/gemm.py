@@ -77,11 +77,12 @@ class GemmOps(OpGroup):
         offsets  [E] int64: expert e owns rows offsets[e-1] .. offsets[e] - 1 (offsets[-1] = 0), offsets[E-1] = R
         returns  [R, N] activation dtype
         """
-        dtype = self.numerics.activation_dtype
-        accumulate = self.numerics.accumulate_dtype
+        values, dtype, accumulate = _values(x), self.numerics.activation_dtype, self.numerics.accumulate_dtype
+        if values.shape[0] == 0:
+            return values.new_zeros(0, weight.shape[1], dtype=dtype)
         parts = [
             gemm.grouped_linear(rows, self._dense(experts), ends, accumulate, dtype)
-            for rows, experts, ends in _expert_slices(_values(x), weight, offsets)
+            for rows, experts, ends in _expert_slices(values, weight, offsets)
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -105,7 +106,11 @@ class GemmOps(OpGroup):
     def rms_norm_quantize(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, QuantTensor]:
-        """`rms_norm` and the quantization of its rounded result. Operands as there; returns both."""
+        """`rms_norm` and the quantization of its rounded result.
+
+        x, weight, eps  as in `rms_norm`
+        returns         [..., d] activation dtype, and the same quantized
+        """
         normed = self.ops.gemm.rms_norm(x, weight, eps)
         return normed, self.ops.gemm.quantize(normed)
 
@@ -123,7 +128,11 @@ class GemmOps(OpGroup):
     def swiglu_quantize(
         self, gate_up: torch.Tensor, limit: float, row_weight: torch.Tensor | None = None
     ) -> QuantTensor:
-        """`swiglu`, quantized from float32. Operands as there; returns QuantTensor [R, I]."""
+        """`swiglu`, quantized from float32.
+
+        gate_up, limit, row_weight  as in `swiglu`
+        returns                     QuantTensor [R, I]
+        """
         return self.ops.gemm.quantize(self.ops.gemm.swiglu(gate_up, limit, row_weight))
 
     def _prepare(self, weight: Weight) -> Weight:
@@ -148,20 +157,28 @@ def _values(x: torch.Tensor | QuantTensor) -> torch.Tensor:
 def _expert_slices(
     x: torch.Tensor, weight: Weight, offsets: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, Weight, torch.Tensor]]:
-    """(rows, experts, offsets within the rows) in slices that keep dequantized weights below `EXPERT_SLICE`.
+    """(rows, experts, offsets within the rows), in slices whose dequantized weights stay below `EXPERT_SLICE`.
 
-    One slice as long as everything fits; otherwise slices without rows are left out, all but the last.
+    Stored experts without rows are left out, so that a small step does not dequantize the whole layer.
     """
+    if weight.scales is not None:
+        present = torch.diff(offsets, prepend=offsets.new_zeros(1)).nonzero().squeeze(1)
+        weight, offsets = _take_experts(weight, present), offsets[present]
     count, out, width = weight.shape
     size = max(1, EXPERT_SLICE // (out * width))
     if size >= count:
         yield x, weight, offsets
         return
-    ends = offsets.tolist()
+    ends = [0, *offsets.tolist()]
     for first in range(0, count, size):
-        last = min(first + size, count)
-        start, end = (ends[first - 1] if first else 0), ends[last - 1]
-        if start == end and last < count:
-            continue
-        scales = None if weight.scales is None else weight.scales[first:last]
-        yield x[start:end], Weight(weight.values[first:last], scales, weight.format), offsets[first:last] - start
+        experts = torch.arange(first, min(first + size, count), device=x.device)
+        rows = x[ends[first] : ends[first + len(experts)]]
+        yield rows, _take_experts(weight, experts), offsets[experts] - ends[first]
+
+
+def _take_experts(weight: Weight, experts: torch.Tensor) -> Weight:
+    """Some experts of a stacked weight, itself if it is all of them. experts: int64, ascending."""
+    if experts.shape[0] == weight.shape[0]:
+        return weight
+    scales = None if weight.scales is None else weight.scales[experts]
+    return Weight(weight.values[experts], scales, weight.format)

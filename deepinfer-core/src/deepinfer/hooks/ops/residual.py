@@ -70,7 +70,7 @@ class ResidualOps(OpGroup):
 
     @op(version=1, level="optional", status="beta", grain="kernel")
     def expand(self, embedding: torch.Tensor) -> torch.Tensor:
-        """Equal streams from embeddings. [Q, H] -> [Q, m, H] activation dtype."""
+        """Equal streams from embeddings. embedding [Q, H] -> [Q, m, H] activation dtype."""
         return reference.expand(embedding.to(self.numerics.activation_dtype), self.traits.hc_mult)
 
     @op(version=1, level="recommended", status="beta", grain="kernel")

@@ -104,8 +104,9 @@ class RuntimeOps(OpGroup):
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         """Copy values on the current stream without waiting. [in-place destination]
 
-        Any devices and dtypes, equal shapes. The host may touch neither tensor before an event recorded after the copy.
-        returns  destination
+        destination, source  any devices and dtypes, equal shapes; the host may touch neither before an event recorded
+                             after the copy has happened
+        returns              destination
         """
         return destination.copy_(source, non_blocking=True)
 

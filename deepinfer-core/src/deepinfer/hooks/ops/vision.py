@@ -1,8 +1,8 @@
 """Vision ops: pixels to patches, the image tower, the aligner, and images put into a sequence of embeddings.
 
-Called by the model's image path. Token counts come from `reference.vision_geometry`, which needs no pixels and is no op:
-every backend shares it. Decoding files (PNG, JPEG) is not done here: `patchify` takes pixels and does everything after,
-the resizing included, so that one definition fixes every byte the tower sees.
+Called by the model's image path. Token counts come from `reference.vision_geometry`, which needs no pixels and is no
+op: every backend shares it. Decoding files (PNG, JPEG) is not done here: `patchify` takes pixels and does everything
+after, the resizing included, so that one definition fixes every byte the tower sees.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ from deepinfer.reference.vision_geometry import ImageGeometry, VisionSizes, imag
 
 
 class VisionOps(OpGroup):
-    """The image side of the model. Images of one call are concatenated row by row; `grids` are host integers."""
+    """The image side. Images of one call, at least one, are concatenated row by row; `grids` are host integers.
+
+    Numerics: exact rounds to bfloat16 after every product, norm, rope and activation, with sums in float32; smooth
+    rounds nowhere and is differentiable from the patches on.
+    """
 
     group = "vision"
 
@@ -68,9 +72,7 @@ class VisionOps(OpGroup):
         return reference.downsample(x, grids, ratio)
 
     @op(status="experimental", grain="block")
-    def align(
-        self, x: torch.Tensor, grids: Sequence[Grid], weights: VisionWeights, sizes: VisionSizes
-    ) -> torch.Tensor:
+    def align(self, x: torch.Tensor, grids: Sequence[Grid], weights: VisionWeights, sizes: VisionSizes) -> torch.Tensor:
         """Features in the text model's width: `vision.downsample`, then a two-layer MLP with erf GELU.
 
         x        [P, D] activation dtype, from `encode`

@@ -2,7 +2,7 @@
 
 Called by everything that needs a size: the model, the loader's manifest, the engine (through `traits` and
 `cache_spec`), `deepinfer doctor --fit`. It knows the keys and what each may be; rules between keys live in
-`constraints.py`, what follows from the layer lists in `topology.py`. No torch is imported before a hook type is made.
+`constraints.py`, what follows from the layer lists in `topology.py`.
 
 A key that is unknown, spelled as another program spells it, missing, or set to a value the model cannot honour is a
 `ConfigError` naming key, found and expected value. Two checkpoints that differ in a way that matters can therefore
@@ -12,6 +12,7 @@ never be confused.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -126,14 +127,9 @@ class TextConfig:
     use_fp4_sparse_kv: bool = schema.boolean(default=True)
 
     @property
-    def engram_ngram_orders(self) -> range:
-        """Lengths of the hashed n-grams: 2 .. engram_max_ngram_size."""
-        return range(2, self.engram_max_ngram_size + 1)
-
-    @property
     def engram_rows_per_token(self) -> int:
-        """Table rows one token reads in one Engram layer."""
-        return len(self.engram_ngram_orders) * self.engram_n_heads
+        """Table rows one token reads in one Engram layer: `engram_n_heads` for each n-gram order from 2 on."""
+        return (self.engram_max_ngram_size - 1) * self.engram_n_heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,7 +196,7 @@ class ModelConfig:
             pad_token_id=keys.pad_token_id,
             image_token_id=keys.image_token_id,
             tokenizer_compatibility=keys.tokenizer_compatibility,
-            raw=raw,
+            raw=deepcopy(raw),
         )
 
     @classmethod

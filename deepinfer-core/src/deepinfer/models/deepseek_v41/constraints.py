@@ -11,7 +11,6 @@ from itertools import pairwise
 from typing import Any
 
 from deepinfer.errors import ConfigError
-from deepinfer.models.deepseek_v41.engram_constants import engram_primes
 from deepinfer.models.deepseek_v41.topology import source_map
 
 
@@ -150,10 +149,24 @@ def _engram(text: Any) -> Iterator[str]:
         expected = f"different layer numbers below {text.num_hidden_layers}"
         yield _fault("text_config.engram_layer_ids", ids, expected)
         return
-    rows = tuple(sum(map(sum, primes)) for primes in engram_primes(text))
+    rows = _table_rows(text)
     if text.engram_num_embeddings != rows:
         expected = f"{list(rows)}, the sums of the primes from engram_vocab_size = {text.engram_vocab_size} on"
         yield _fault("text_config.engram_num_embeddings", text.engram_num_embeddings, expected)
+
+
+def _table_rows(text: Any) -> tuple[int, ...]:
+    """Rows of each Engram table, which the hash constants fix."""
+    from deepinfer.reference.engram import derive_constants  # imports torch, which reading other keys does not need
+
+    constants = derive_constants(
+        text.engram_layer_ids,
+        text.engram_vocab_size,
+        text.engram_max_ngram_size,
+        text.engram_n_heads,
+        text.engram_compressed_vocab_size,
+    )
+    return tuple(constants[layer].num_rows for layer in text.engram_layer_ids)
 
 
 def _ascending(ids: Sequence[int]) -> bool:
