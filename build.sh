@@ -173,7 +173,7 @@ PY
   if [ ! -d "$directory" ]; then
     say "making a tiny random checkpoint in $directory: its answers are noise, every step is real" >&2
     rm -rf "$directory.part"
-    "$python" -m deepinfer make-checkpoint --config tiny --out "$directory.part" >&2
+    "$python" -m deepinfer make-checkpoint --config tiny --out "$directory.part" >/dev/null
     mv "$directory.part" "$directory"
   fi
   echo "$directory"

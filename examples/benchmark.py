@@ -1,11 +1,11 @@
 """Measures DeepInfer on this machine and prints a table; the definitions are in docs/performance.md.
 
-    python examples/benchmark.py --model /tmp/tiny                       # everything, about two minutes on two cores
+    python examples/benchmark.py --model /tmp/tiny                       # everything, minutes on two cores
     python examples/benchmark.py --model /tmp/tiny --only decode --batch 32
     python examples/benchmark.py --model /tmp/tiny --json > result.json
 
-Sections: prefill, decode (a model through `LLM`), scheduler, memory (the engine over an executor that computes nothing),
-loader (a fresh process that only loads). Prompts are random token ids, greedy, without end token.
+Sections: prefill, decode (a model through `LLM`), scheduler, memory (the engine over an executor that computes
+nothing), loader (a fresh process that only loads). Prompts are random token ids, greedy, without end token.
 """
 
 from __future__ import annotations
@@ -245,7 +245,8 @@ def main() -> None:
         rows += measure(args) if name in args.only else []
     if args.json:
         machine = {"system": platform.platform(), "cores": len(os.sched_getaffinity(0)), "arguments": args.raw}
-        print(json.dumps({"machine": machine, "figures": [dict(zip(("name", "value", "unit"), r)) for r in rows]}, indent=2))
+        figures = [{"name": name, "value": value, "unit": unit} for name, value, unit in rows]
+        print(json.dumps({"machine": machine, "figures": figures}, indent=2))
     else:
         print_table(("figure", "value", "unit"), [(name, f"{value:,.2f}", unit) for name, value, unit in rows])
 

@@ -157,6 +157,16 @@ def test_special_tokens_as_objects(files: Path) -> None:
     assert Tokenizer(files).encode("hi") == [1, 107, 108]
 
 
+@pytest.mark.parametrize(("vocab_size", "fits"), [(500, True), (512, True), (513, False)])
+def test_tokenizer_must_not_be_larger_than_the_embedding(files: Path, vocab_size: int, fits: bool) -> None:
+    build_byte_tokenizer(vocab_size).save(str(files / "tokenizer.json"))
+    if fits:
+        assert Tokenizer(files).vocab_size == vocab_size
+    else:
+        with pytest.raises(TokenizerError, match=r"found 513, expected at most text_config\.vocab_size = 512"):
+            Tokenizer(files)
+
+
 def test_truncation_and_padding_of_the_file_are_switched_off(files: Path) -> None:
     backend = build_byte_tokenizer(512)
     backend.enable_truncation(max_length=2)

@@ -227,7 +227,10 @@ def test_fit_table(deepinfer):
 
 def test_fit_reads_a_checkpoint(deepinfer, tiny):
     code, out, _ = deepinfer("doctor", "--fit", tiny, "--json")
-    assert (code, json.loads(out)["weights"]) == (0, json.loads(deepinfer("doctor", "--fit", "tiny", "--json")[1])["weights"])
+    assert (code, json.loads(out)["weights"]) == (
+        0,
+        json.loads(deepinfer("doctor", "--fit", "tiny", "--json")[1])["weights"],
+    )
 
 
 def test_ops_shows_provider_and_version_of_every_op(deepinfer):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
 import pickle
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -29,7 +31,8 @@ XGRAMMAR_DEBUG XGRAMMAR_TIMEOUT XGRAMMAR_DISABLE_CACHE XGRAMMAR_CACHE_LIMIT_BYTE
 PREFILL_ATTEMPT_INTERVAL PREFILL_ANY_ATTEMPT_INTERVAL ZERO_OVERHEAD_SCHEDULING LOGGING_INTERVAL_STEP
 RINGBUFFER_WARNING_INTERVAL GC_INTERVAL_STEP YOCO_PREFILL_TRUNCATION_MODE YOCO_PREFILL_KEEP_TOKENS BATCH_INVARIANT
 DISABLE_SYNC_GUARD ENABLE_MEMORY_TRACING PROFILE_HTTP_ENABLE PROFILE_HTTP_PORT_BASE TORCH_PROFILER_DIR
-USE_MULTIMODAL_POOL MULTIMODAL_POOL_SIZE_GB MULTI_MODAL_BUFFER_SIZE MULTI_MODAL_WORKER_TIMEOUT CPP_LOG_LEVEL HF_MODEL_DIR
+USE_MULTIMODAL_POOL MULTIMODAL_POOL_SIZE_GB MULTI_MODAL_BUFFER_SIZE MULTI_MODAL_WORKER_TIMEOUT CPP_LOG_LEVEL
+HF_MODEL_DIR
 """.split()
 """The names DeepInfer 0.1.0 understands, less the three that belong to one vendor's backend."""
 
@@ -39,7 +42,9 @@ def test_every_published_name_works():
 
 
 def test_what_is_called_active_is_read_somewhere():
-    sources = [p for p in (ROOT / "deepinfer-core" / "src").rglob("*.py") if p.name not in ("environ.py", "variables.py")]
+    sources = [
+        p for p in (ROOT / "deepinfer-core" / "src").rglob("*.py") if p.name not in ("environ.py", "variables.py")
+    ]
     text = "\n".join(path.read_text(encoding="utf-8") for path in [*sources, ROOT / "build.sh"])
     words = set(re.findall(r"\w+", text))
     unread = [v.name for v in VARIABLES if v.active and not {v.field, v.full_name} & words]
@@ -53,10 +58,11 @@ def test_default_survives_its_own_spelling(variable):
     assert variable.help and not variable.help.endswith(".")
 
 
-@pytest.mark.parametrize(("text", "value"), [("1", True), ("TRUE", True), ("Yes", True), ("on", True), ("0", False),
-                                             ("False", False), ("no", False), ("OFF", False), (" 1 ", True)])  # fmt: skip
-def test_booleans(text, value):
-    assert Settings.load({"DEEPINFER_BATCH_INVARIANT": text}).batch_invariant is value
+def test_booleans():
+    for text in ("1", "TRUE", "Yes", "on", " 1 "):
+        assert Settings.load({"DEEPINFER_BATCH_INVARIANT": text}).batch_invariant is True
+    for text in ("0", "False", "no", "OFF"):
+        assert Settings.load({"DEEPINFER_BATCH_INVARIANT": text}).batch_invariant is False
 
 
 @pytest.mark.parametrize(
@@ -162,3 +168,16 @@ def test_a_backend_declares_its_own_variables(monkeypatch, caplog):
     assert settings.backend_value(variable) == 3
     assert Settings().backend_value(variable) == variable.default
     assert [r.getMessage().split()[0] for r in caplog.records] == ["DEEPINFER_ACME_STREAM"]
+
+
+def test_names_of_the_nvidia_backend_work_once_it_is_installed(monkeypatch, caplog):
+    project = tomllib.loads((ROOT / "deepinfer-nvidia" / "pyproject.toml").read_text())["project"]
+    declared = project["entry-points"]["deepinfer.settings"]
+    monkeypatch.setattr(environ, "installed_variables", lambda: declared)
+    settings = Settings.load({f"DEEPINFER_{name}": "7" for name in declared})
+    assert set(declared) == {"NCCL_NUM_SMS", "NCCL_MEMORY_SAMPLE_INTERVAL_STEPS", "PROFILE_TORCH_CUDA_MEMORY"}
+    assert not caplog.records
+    for name, target in declared.items():
+        module, _, attribute = target.partition(":")
+        variable = getattr(importlib.import_module(module), attribute)
+        assert (variable.name, str(settings.backend_value(variable))) == (name, "7")

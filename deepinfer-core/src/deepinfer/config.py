@@ -22,14 +22,17 @@ DEFAULT_MAX_BATCHED_TOKENS = 4096
 
 
 class _TextLimits(Protocol):
-    max_position_embeddings: int
-    sliding_window: int
+    @property
+    def max_position_embeddings(self) -> int: ...
+    @property
+    def sliding_window(self) -> int: ...
 
 
 class ModelLimits(Protocol):
     """The part of `models.deepseek_v41.ModelConfig` that engine arguments are checked against."""
 
-    text: _TextLimits
+    @property
+    def text(self) -> _TextLimits: ...
 
 
 def _argument(default: Any, text: str, choices: tuple[str, ...] = (), low: float | None = None) -> Any:
@@ -49,13 +52,19 @@ class EngineConfig:
     load_format: str = _argument("auto", "auto reads the weights, dummy makes random ones", ("auto", "dummy"))
     seed: int = _argument(0, "seed of requests that bring none, and of dummy weights")
     accelerator: str | None = _argument(None, "backend (default: DEEPINFER_ACCELERATOR, else probe the machine)")
-    numerics: str = _argument("exact", "exact follows the checkpoint's formats, smooth rounds nowhere", ("exact", "smooth"))
+    numerics: str = _argument(
+        "exact", "exact follows the checkpoint's formats, smooth rounds nowhere", ("exact", "smooth")
+    )
 
-    max_model_len: int | None = _argument(None, "longest prompt plus output (default: 4096 or the model's limit)", low=1)
+    max_model_len: int | None = _argument(
+        None, "longest prompt plus output (default: 4096 or the model's limit)", low=1
+    )
     max_num_seqs: int = _argument(256, "requests that run at the same time", low=1)
     max_num_batched_tokens: int | None = _argument(None, "tokens of one step (default: by max-model-len)", low=1)
     chunked_prefill: bool = _argument(True, "split prompts longer than one step")
-    num_kv_blocks: int | None = _argument(None, "usable cache blocks of 128 tokens (default: what memory allows)", low=1)
+    num_kv_blocks: int | None = _argument(
+        None, "usable cache blocks of 128 tokens (default: what memory allows)", low=1
+    )
     gpu_memory_utilization: float = _argument(0.9, "share of the device's memory the engine may use")
     stop_preempted_request: bool = _argument(False, "end a preempted request instead of recomputing it")
 

@@ -70,18 +70,26 @@ class Settings:
     """
 
     # device and backend
-    accelerator: str | None = _setting(None, TEXT, _DEV, "backend to use, by entry-point name; unset: probe the machine")
-    ops: tuple[str, ...] = _setting((), WORDS, _DEV, "op overrides PATTERN=PROVIDER, as --op; e.g. attention.*=reference")
+    accelerator: str | None = _setting(
+        None, TEXT, _DEV, "backend to use, by entry-point name; unset: probe the machine"
+    )
+    ops: tuple[str, ...] = _setting(
+        (), WORDS, _DEV, "op overrides PATTERN=PROVIDER, as --op; e.g. attention.*=reference"
+    )
     op_packs: tuple[str, ...] = _setting((), WORDS, _DEV, "op packs to load, most preferred first")
     strict_ops: bool = _setting(False, BOOL, _DEV, "refuse to start if a backend's own op has to fall back to core's")
     jit_cache_dir: Path | None = _later(None, PATH, _DEV, "root of the caches of compiled kernels")
 
     # numbers and sampling
-    batch_invariant: bool = _setting(False, BOOL, _NUM, "bind only ops whose rows do not depend on the rest of the batch")
+    batch_invariant: bool = _setting(
+        False, BOOL, _NUM, "bind only ops whose rows do not depend on the rest of the batch"
+    )
     compute_sum_smaller_probs: bool = _setting(False, BOOL, _NUM, "return the cumulative probability at each token")
     sampler_force_topk: int = _setting(0, integer(0, 16384), _NUM, "sample among the K largest logits only; 0 = off")
     decode_token_blacklist: str = _setting("", TEXT, _NUM, "token ids that are never sampled, e.g. 0..3,7,10..12")
-    engram_pad_token: int = _later(2, integer(0), _NUM, "token id before the beginning of a text in n-grams", "token id")
+    engram_pad_token: int = _later(
+        2, integer(0), _NUM, "token id before the beginning of a text in n-grams", "token id"
+    )
 
     # caches and truncation
     num_kv_blocks: int | None = _setting(
@@ -114,7 +122,9 @@ class Settings:
     prefill_any_attempt_interval: int = _later(
         100, integer(1), _SCHED, "steps after which one rank's wish to prefill is enough", "steps"
     )
-    gc_interval_step: int = _setting(1000, integer(0), _SCHED, "steps between garbage collections; 0 = Python's own", "steps")
+    gc_interval_step: int = _setting(
+        1000, integer(0), _SCHED, "steps between garbage collections; 0 = Python's own", "steps"
+    )
     logging_interval_step: int = _setting(100, integer(), _SCHED, "steps between statistics lines; <= 0 off", "steps")
 
     # speculation
@@ -148,14 +158,18 @@ class Settings:
     xgrammar_debug: bool = _later(False, BOOL, _SO, "log the grammar compiler's decisions")
     xgrammar_timeout: float = _later(20.0, number(0), _SO, "time to compile a grammar", "s")
     xgrammar_disable_cache: bool = _later(False, BOOL, _SO, "compile every grammar anew")
-    xgrammar_cache_limit_bytes: int = _later(10 * _GIB, integer(), _SO, "cache of compiled grammars; <= 0 none", "bytes")
+    xgrammar_cache_limit_bytes: int = _later(
+        10 * _GIB, integer(), _SO, "cache of compiled grammars; <= 0 none", "bytes"
+    )
     so_builder_cpus: int = _later(4, integer(1), _SO, "threads that compile grammars", "threads")
 
     # graphs
     enforce_eager: bool = _later(False, BOOL, _GRAPH, "run the main model without captured graphs")
     dflash_enforce_eager: bool = _later(False, BOOL, _GRAPH, "run the draft model without captured graphs")
     cudagraph_batch_size_interval: int = _later(8, integer(1), _GRAPH, "grid of captured batch sizes", "sequences")
-    dflash_cudagraph_batch_size_interval: int = _later(8, integer(1), _GRAPH, "the same for the draft model", "sequences")
+    dflash_cudagraph_batch_size_interval: int = _later(
+        8, integer(1), _GRAPH, "the same for the draft model", "sequences"
+    )
     disable_sync_guard: bool = _setting(False, BOOL, _GRAPH, "no check for accidental waits on the device")
 
     # vision input
@@ -254,9 +268,7 @@ class SettingRow:
 
 def _declared() -> tuple[Variable, ...]:
     """The variables of core, read off the fields of `Settings`."""
-    return tuple(
-        Variable(name=f.name.upper(), default=f.default, **f.metadata) for f in fields(Settings) if f.metadata
-    )
+    return tuple(Variable(name=f.name.upper(), default=f.default, **f.metadata) for f in fields(Settings) if f.metadata)
 
 
 VARIABLES: tuple[Variable, ...] = _declared()
@@ -297,6 +309,8 @@ def _warn_about_names(environ: Mapping[str, str], declared: Mapping[str, EntryPo
         if not name.startswith(PREFIX) or not environ[name].strip():
             continue
         if name not in known:
-            logger.warning("%s is not a variable of DeepInfer or of an installed backend.%s", name, closest(name, known))
+            logger.warning(
+                "%s is not a variable of DeepInfer or of an installed backend.%s", name, closest(name, known)
+            )
         elif known[name] is not None and not known[name].active:
             logger.warning("%s is accepted, but nothing in this version reads it", name)

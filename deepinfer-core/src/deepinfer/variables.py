@@ -81,7 +81,7 @@ def as_text(value: Any) -> str:
 
 
 def closest(name: str, known: Iterable[str]) -> str:
-    """" Did you mean X?" for the nearest known spelling, or an empty string."""
+    """ " Did you mean X?" for the nearest known spelling, or an empty string."""
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f" Did you mean {matches[0]}?" if matches else ""
 

@@ -60,9 +60,9 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
     return parse_assignments(getattr(args, "set", [])) | given
 
 
-def parse_assignments(pairs: list[str]) -> dict[str, str]:
+def parse_assignments(pairs: list[str]) -> dict[str, Any]:
     """`["NAME=VALUE"]` as a dict; names may carry the DEEPINFER_ prefix and any case."""
-    values = {}
+    values: dict[str, Any] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not equals or not name.strip():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from deepinfer.cli.arguments import add_engine_arguments, add_sampling_arguments, engine_arguments, sampling_arguments
 
@@ -30,7 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("message", nargs="?", metavar="MESSAGE", help="one message to answer; without it, a conversation")
     add("--system", metavar="TEXT", help="instructions that come before the conversation")
-    add("--thinking", action=argparse.BooleanOptionalAction, default=False, help="let the model think before it answers")
+    add(
+        "--thinking", action=argparse.BooleanOptionalAction, default=False, help="let the model think before it answers"
+    )
     add("--effort", choices=("low", "high", "xhigh", "max"), default="high", help="how long to think (default: high)")
     add_sampling_arguments(parser, max_tokens=1024)
     add_engine_arguments(parser)
@@ -64,7 +66,8 @@ class Conversation:
     def say(self, text: str) -> bool:
         """Prints the model's answer to `text`. If it fails, the message is taken back and False returned."""
         self.messages.append({"role": "user", "content": text})
-        result = self._llm.chat(self.messages, self._params, use_tqdm=False, **self._options)[0]
+        results = self._llm.chat(self.messages, self._params, use_tqdm=False, **self._options)
+        result = cast("list[RequestOutput]", results)[0]
         if result.error is not None:
             self.messages.pop()
             print(f"deepinfer: {result.error}", file=sys.stderr)

@@ -1,6 +1,6 @@
 """`deepinfer doctor`: what is installed, which backends work here, what would be chosen; `--fit`: what would fit.
 
-Every check is made to the end and reported, so that one run shows all problems. Exit code 1 if an engine could not start.
+Every check is made to the end and reported, so that one run shows all problems. Exit code 1 if no engine can start.
 """
 
 from __future__ import annotations

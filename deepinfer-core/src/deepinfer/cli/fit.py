@@ -21,7 +21,9 @@ def fit_report(source: str, sequences: int, context: int) -> dict[str, Any]:
     config = read_config(source)
     limit = config.text.max_position_embeddings
     if sequences < 1 or not 1 <= context <= limit:
-        raise ConfigError(f"--sequences {sequences} --context {context}: expected at least 1, and at most {limit} tokens")
+        raise ConfigError(
+            f"--sequences {sequences} --context {context}: expected at least 1, and at most {limit} tokens"
+        )
     backtracking = Settings.load().max_backtracking_tokens
     weights = sizes.weight_bytes(config)
     per_token, per_sequence = sizes.cache_bytes_per_token(config), sizes.state_bytes(config, backtracking)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from deepinfer.cli.arguments import add_engine_arguments, add_sampling_arguments, engine_arguments, sampling_arguments
 from deepinfer.errors import ConfigError
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         if args.stream:
             results: Iterable[RequestOutput] = llm.stream(prompts, sampling)
         else:
-            results = llm.generate(prompts, sampling, use_tqdm=sys.stderr.isatty())
+            results = cast("list[RequestOutput]", llm.generate(prompts, sampling, use_tqdm=sys.stderr.isatty()))
         failures = sum(_print(result, args.json, len(prompts)) for result in results)
     return 1 if failures else 0
 

@@ -43,7 +43,7 @@ first steps:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command. Returns the exit code: 0 done, 1 some requests failed, 2 wrong use or set-up, 130 interrupted."""
+    """Runs one command. Returns the exit code: 0 done, 1 some requests failed, 2 wrong use, 130 interrupted."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser, commands = build_parser(arguments)
     args = parser.parse_args(arguments)
@@ -126,5 +126,3 @@ def _configure_logging(level: str) -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("deepinfer: %(message)s"))
         root.addHandler(handler)
-
-

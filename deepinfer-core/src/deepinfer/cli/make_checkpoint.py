@@ -9,7 +9,7 @@ from pathlib import Path
 from deepinfer.cli.text import format_bytes
 
 HELP = """\
-Writes a complete checkpoint in the published format: config, tokenizer, weights in FP8 and FP4 with their scales, index.
+Writes a complete checkpoint in the published format: config, tokenizer, FP8 and FP4 weights with their scales, index.
 The weights are random, so the texts are noise; everything that reads, stores and computes is the real thing."""
 EXAMPLES = """\
 example:
@@ -23,7 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--config", default="tiny", metavar="NAME|FILE", help="tiny, micro, full or a config.json (default: tiny)")
     add("--out", required=True, type=Path, metavar="DIR", help="directory to create; must be empty if it exists")
     add("--seed", type=int, default=0, metavar="N", help="the same seed writes the same bytes (default: 0)")
-    add("--shards", type=int, metavar="N", help="weight files besides the Engram tables' (default: at least 2, of 5 GB)")
+    add(
+        "--shards", type=int, metavar="N", help="weight files besides the Engram tables' (default: at least 2, of 5 GB)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ from deepinfer.cli.arguments import parse_assignments
 
 HELP = """\
 Shows which implementation serves every operation of the model on this machine, with its package and version, and every
-reason why a more preferred one was refused. Sizes decide such refusals: give the model's configuration with --config."""
+reason why a more preferred one was refused. Sizes decide refusals: give the model's configuration with --config."""
 EXAMPLES = """\
 examples:
   deepinfer ops
@@ -24,7 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--config", default="full", help="tiny, micro, full, a config.json, a checkpoint or a hub id (default: full)")
     add("--accelerator", metavar="NAME", help="backend (default: DEEPINFER_ACCELERATOR, else probe the machine)")
-    add("--op", dest="op_overrides", action="append", metavar="PATTERN=PROVIDER", help="bind ops elsewhere (repeatable)")
+    add(
+        "--op", dest="op_overrides", action="append", metavar="PATTERN=PROVIDER", help="bind ops elsewhere (repeatable)"
+    )
     add("--numerics", choices=("exact", "smooth"), default="exact", help="rounding rules (default: exact)")
     add("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of `deepinfer env` (repeatable)")
     add("--json", action="store_true", help="machine-readable")

@@ -56,6 +56,7 @@ def read_rules(directory: Path, compatibility: str | None = None) -> TokenizerRu
         raise TokenizerError(f"tokenizer_compatibility: found {policy!r}, expected 'release' or 'native'")
     ids = backend.get_vocab(with_added_tokens=True)
     vocab_size = max(index for token, index in ids.items() if token not in PLACEHOLDERS) + 1
+    _require_room(directory, vocab_size, config)
     bos: int | None = 0
     pad: int | None = 2
     adds_bos = True
@@ -114,6 +115,15 @@ def _require_release(directory: Path, backend: Backend, settings: Mapping[str, A
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in PLACEHOLDERS])
     expected = enumerate(PLACEHOLDERS, RELEASE_VOCAB_SIZE)
     _require(directory, [(f"id of {token}", backend.token_to_id(token), index) for index, token in expected])
+
+
+def _require_room(directory: Path, vocab_size: int, config: Mapping[str, Any]) -> None:
+    """A tokenizer may be smaller than the embedding, not larger: its last ids would have no row."""
+    text = config.get("text_config")
+    rows = text.get("vocab_size") if isinstance(text, dict) else None
+    if isinstance(rows, int) and vocab_size > rows:
+        expected = f"at most text_config.vocab_size = {rows}"
+        raise TokenizerError(f"{directory}: size of the vocabulary: found {vocab_size}, expected {expected}")
 
 
 def _require(directory: Path, facts: list[tuple[str, Any, Any]]) -> None:

@@ -22,7 +22,8 @@ def swiglu(
     """
     gate, up = gate_up.to(accumulate).chunk(2, -1)
     gate = gate.clamp(max=limit)
-    product = gate / (1.0 + torch.exp(-gate)) * up.clamp(-limit, limit)
+    # Below -80 the result is under 1e-33 either way; the bound keeps exp, and with it the gradient, finite.
+    product = gate / (1.0 + torch.exp(-gate.clamp(min=-80.0))) * up.clamp(-limit, limit)
     if row_weight is not None:
         product = product * row_weight.to(accumulate).unsqueeze(-1)
     return product.float()

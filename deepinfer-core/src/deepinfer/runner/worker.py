@@ -13,12 +13,12 @@ import torch
 from deepinfer.config import EngineConfig
 from deepinfer.hooks import Numerics, OpContext, OpTable, build_ops, op_failures, open_backend
 from deepinfer.hooks.ops.step_inputs import Truncation
-from deepinfer.hub.safetensors import Checkpoint
+from deepinfer.hub.safetensors import Checkpoint, TensorSource
 from deepinfer.hub.vocabulary import compress_vocabulary
 from deepinfer.models.deepseek_v41.config import ModelConfig
 from deepinfer.models.deepseek_v41.manifest import manifest
 from deepinfer.models.deepseek_v41.random_weights import SyntheticCheckpoint
-from deepinfer.models.deepseek_v41.weights import TensorSource, build_model
+from deepinfer.models.deepseek_v41.weights import build_model
 from deepinfer.runner.cache import plan_capacity
 from deepinfer.runner.inputs import CacheCapacity, StepBatch, StepResult
 from deepinfer.runner.model_files import ModelFiles, open_model

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from deepinfer.config import EngineConfig
-from deepinfer.hooks import KVCache
+from deepinfer.hooks import KVCache, StepInputs
 from deepinfer.hooks.ops.step_inputs import Truncation
 from deepinfer.models.deepseek_v41.model import Model, ModelInputs
 from deepinfer.models.deepseek_v41.weights import build_model
@@ -73,6 +74,16 @@ class Harness:
         rows = [token for _, ids, start, end in chunks for token in ids[start:end]]
         history = [([-1] * self.history + list(ids[:start]))[-self.history :] for _, ids, start, _ in chunks]
         return ModelInputs(torch.tensor(rows), torch.tensor(history), steps)
+
+    def draft_step(self, accepted: Sequence[tuple[int, int]], block: int) -> StepInputs:
+        """A draft pass of `block` slots per sequence; each pair is (sequence, last accepted position)."""
+        which = np.array([sequence for sequence, _ in accepted])
+        starts = np.array([position + 1 for _, position in accepted])
+        lengths = np.full(len(accepted), block)
+        spec = replace(self.spec, compressed={}, index={}, state={})
+        table = np.zeros((len(accepted), 1), dtype=np.int64)
+        views = self.ops.step_inputs.build(starts, lengths, which + 1, table, starts, spec, Truncation())
+        return views.encoder
 
     def logits(self, inputs: ModelInputs) -> torch.Tensor:
         """Logits [Q, V] float32; rows that truncation dropped are NaN."""

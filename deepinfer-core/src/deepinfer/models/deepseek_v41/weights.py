@@ -7,7 +7,7 @@ that loading needs little more memory than the checkpoint itself.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -15,6 +15,7 @@ from deepinfer.hooks import OpContext, OpTable, Weight
 from deepinfer.hooks.ops.attention import LatentWeights
 from deepinfer.hooks.ops.experts import MoeWeights
 from deepinfer.hooks.ops.residual import SiteWeights
+from deepinfer.hub.safetensors import TensorSource
 from deepinfer.models.deepseek_v41.attention import Attention
 from deepinfer.models.deepseek_v41.compressor import Compressor, IndexKey
 from deepinfer.models.deepseek_v41.config import ModelConfig, TextConfig
@@ -28,20 +29,12 @@ from deepinfer.reference.engram import derive_constants
 from deepinfer.reference.rope import rope_table
 
 
-class TensorSource(Protocol):
-    """Where tensors come from: an opened checkpoint, or random ones of the same names."""
-
-    def read(self, name: str) -> torch.Tensor:
-        """The whole tensor, stored dtype (scales and packed experts as uint8)."""
-
-    def map_rows(self, name: str) -> torch.Tensor:
-        """The tensor without reading it now (memory-mapped), for tables too large to hold."""
-
-
 def build_model(
     config: ModelConfig, source: TensorSource, ops: OpTable, context: OpContext, vocab_map: torch.Tensor
 ) -> Model:
     """Load all text and draft weights onto the context's device.
+
+    source     a checkpoint, random tensors of the same names, or, in training, float32 parameters without scales
 
     vocab_map  [vocab] int, the compressed vocabulary of the checkpoint's tokenizer
     The rope tables cover `context.traits.max_positions` positions.
@@ -84,10 +77,7 @@ class _Builder:
         if len(parts) == 1:
             return parts[0]
         scales = None if parts[0].scales is None else torch.cat([part.scales for part in parts])
-        # torch cannot concatenate 8-bit floats; their bytes it can
-        dtype = parts[0].values.dtype
-        values = torch.cat([part.values.view(torch.uint8) for part in parts]).view(dtype)
-        return Weight(values, scales, parts[0].format)
+        return Weight(_cat_rows([part.values for part in parts]), scales, parts[0].format)
 
     def _stored(self, name: str) -> Weight:
         values = self.read(f"{name}.weight")
@@ -99,17 +89,26 @@ class _Builder:
         return self.ops.gemm.prepare_weight(self.weight(*names))
 
     def experts(self, prefix: str, count: int, *names: str) -> Any:
-        """Stacked MXFP4 weights of all experts, `names` fused by rows, read expert by expert."""
+        """Stacked weights of all experts, `names` fused by rows."""
+        first = self.read(f"{prefix}.0.{names[0]}.weight")
+        stack = self._trained_experts if first.dtype == torch.float32 else self._stored_experts
+        return self.ops.gemm.prepare_expert_weight(stack(prefix, count, names))
+
+    def _stored_experts(self, prefix: str, count: int, names: tuple[str, ...]) -> Weight:
+        """MXFP4 as published, filled in expert by expert so that no second copy exists."""
         values = scales = None
         for expert in range(count):
-            parts = [(self.read(f"{prefix}.{expert}.{n}.weight"), self.read(f"{prefix}.{expert}.{n}.scale")) for n in names]
-            rows = sum(part.shape[0] for part, _ in parts)
+            value = torch.cat([self.read(f"{prefix}.{expert}.{name}.weight") for name in names])
+            scale = torch.cat([self.read(f"{prefix}.{expert}.{name}.scale") for name in names])
             if values is None:
-                values = parts[0][0].new_empty(count, rows, parts[0][0].shape[1])
-                scales = parts[0][1].new_empty(count, rows, parts[0][1].shape[1])
-            torch.cat([part for part, _ in parts], out=values[expert])
-            torch.cat([scale for _, scale in parts], out=scales[expert])
-        return self.ops.gemm.prepare_expert_weight(Weight(values, scales, "mxfp4_row32"))
+                values, scales = value.new_empty(count, *value.shape), scale.new_empty(count, *scale.shape)
+            values[expert], scales[expert] = value, scale
+        return Weight(values, scales, "mxfp4_row32")
+
+    def _trained_experts(self, prefix: str, count: int, names: tuple[str, ...]) -> Weight:
+        """Float32 parameters, stacked so that gradients reach each of them."""
+        parts = [torch.cat([self.read(f"{prefix}.{e}.{name}.weight") for name in names]) for e in range(count)]
+        return Weight(torch.stack(parts), None, "f32")
 
     # Parts of a layer
 
@@ -185,9 +184,11 @@ class _Builder:
 
     def engram(self, layer: int) -> Engram:
         prefix = f"layers.{layer}.engram"
-        table = Weight(
-            self.source.map_rows(f"{prefix}.embed.weight"), self.source.map_rows(f"{prefix}.embed.scale"), "fp8_row32"
-        )
+        values = self.source.map_rows(f"{prefix}.embed.weight")
+        if values.dtype == torch.float32:
+            table = Weight(values, None, "f32")
+        else:
+            table = Weight(values, self.source.map_rows(f"{prefix}.embed.scale"), "fp8_row32")
         gate = self.read(f"{prefix}.q_weight").float() * self.read(f"{prefix}.k_weight").float()
         constants = self.engrams[layer].to(self.device)
         return Engram(constants, self.ops.engram.prepare_table(table), self.dense(f"{prefix}.wkv"), gate)
@@ -247,3 +248,11 @@ class _Builder:
             engram_pad=self.text.engram_pad_token_id,
             dspark=self.dspark(),
         )
+
+
+def _cat_rows(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Concatenate by rows; torch cannot do that with 8-bit floats, with their bytes it can."""
+    dtype = parts[0].dtype
+    if dtype.itemsize > 1:
+        return torch.cat(parts)
+    return torch.cat([part.view(torch.uint8) for part in parts]).view(dtype)
