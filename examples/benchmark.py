@@ -37,8 +37,8 @@ from deepinfer.runner.inputs import CacheCapacity, StepBatch, StepResult
 from deepinfer.sample.sampler import SampledRows
 
 SECTIONS = ("prefill", "decode", "scheduler", "memory", "loader")
-SMALLEST_TOKEN = 10
-"""Token ids below are left to special tokens."""
+SMALLEST_TOKEN, PLACEHOLDERS = 10, 20
+"""Token ids that random prompts leave out: special ones at the beginning, placeholders (images) at the end."""
 
 Row = tuple[str, float, str]
 """(figure, value, unit)"""
@@ -49,7 +49,7 @@ Row = tuple[str, float, str]
 
 def random_prompts(llm: LLM, count: int, length: int) -> list[list[int]]:
     """`count` prompts of `length` random ids, the same ones every time."""
-    source, largest = random.Random(0), llm.get_tokenizer().vocab_size - 20
+    source, largest = random.Random(0), llm.get_tokenizer().vocab_size - PLACEHOLDERS
     return [[source.randrange(SMALLEST_TOKEN, largest) for _ in range(length)] for _ in range(count)]
 
 

@@ -244,6 +244,7 @@ def test_failing_executor_ends_all_requests_and_the_next_run_works(step):
         assert result.finish_reason == "error"
         assert "injected failure" in str(result.error)
     assert_idle(engine)
+    assert gc.isenabled()
     run_canary(engine)
 
 
@@ -335,22 +336,23 @@ def test_automatic_garbage_collection_pauses_only_while_busy():
     assert gc.isenabled()
 
 
-def test_memory_is_released_after_the_step_that_uses_it():
-    """The seam for running a step ahead: a sequence that ends in flight keeps its memory until the step is done."""
+def test_ending_in_flight_keeps_memory_until_the_step_is_done_and_drops_its_token():
+    """The seam for running a step ahead."""
     engine = make_engine()
     engine.add_request(token_ids=CANARY, params=PARAMS)
+    engine.add_request(token_ids=[50, 51], params=PARAMS)
     scheduler = engine.scheduler
-    plan = scheduler.plan()
+    step = engine._launch(scheduler.plan())
     assert engine.abort_request("0") == ["0"]
-    (seq,) = plan.sequences
-    assert scheduler.blocks.num_used == 1
-    assert scheduler.slots.num_used == 1
-    assert scheduler.table.scheduled[seq.slot] == 3
-    assert scheduler.table.completed[seq.slot] == 0
-    scheduler.complete(plan)
+    (aborted,) = engine.take_outputs()
+    slot = int(step.plan.slots[0])
+    assert (scheduler.blocks.num_used, scheduler.slots.num_used) == (2, 2)
+    assert (scheduler.table.scheduled[slot], scheduler.table.completed[slot]) == (3, 0)
+    engine._commit(step)
+    assert (scheduler.blocks.num_used, scheduler.slots.num_used) == (1, 1)
+    assert (aborted.finish_reason, len(aborted)) == ("abort", 0)
+    assert run_all(engine)["1"].token_ids == expected_tokens([50, 51], PARAMS)[0]
     assert_idle(engine)
-    (result,) = engine.take_outputs()
-    assert (result.finish_reason, len(result)) == ("abort", 0)
 
 
 def test_long_run_does_not_grow():

@@ -118,6 +118,8 @@ def test_stop_strings_are_found_across_token_borders(text, stops, kept, which, t
 def test_stop_string_within_min_tokens_does_not_count_but_one_that_ends_later_does():
     result = run_golden("ab ab", stop=["ab"], min_tokens=3)
     assert (result.text, len(result)) == ("ab ", 5)
+    assert run_golden("ab ab", stop=["ab"], min_tokens=2).text == "ab "
+    assert run_golden("ab ab", stop=["ab"], min_tokens=1).text == ""
     assert run_golden("ab ab", stop=["b a"], min_tokens=3).text == "a"
 
 

@@ -9,7 +9,7 @@ import torch
 
 from deepinfer.hooks import KVCache, OpTable, QuantTensor, StepInputs
 from deepinfer.hooks.ops.attention import LatentWeights
-from deepinfer.models.deepseek_v41.compressor import Compressor
+from deepinfer.models.deepseek_v41.compressor import Compressor, IndexKey
 from deepinfer.models.deepseek_v41.indexer import Indexer, Shared
 
 
@@ -20,7 +20,7 @@ class Attention:
     q_norm        [q_lora_rank]
     entry_source  layer whose compressed entries are read; selection_source: layer whose selection is used;
                   both None for window-only layers
-    compressor, indexer  where the layer is a source
+    compressor, index_key, indexer  where the layer is a source of entries, index keys, selections
     """
 
     layer: int
@@ -33,14 +33,20 @@ class Attention:
     entry_source: int | None
     selection_source: int | None
     compressor: Compressor | None
+    index_key: IndexKey | None
     indexer: Indexer | None
     heads: int
     eps: float
 
-    def store_entries(self, ops: OpTable, u: torch.Tensor, step: StepInputs, cache: KVCache) -> None:
-        """Write this layer's compressed entries and index keys for all rows u [Q, H], if it is a source."""
+    def store_entries(
+        self, ops: OpTable, u: torch.Tensor, step: StepInputs, cache: KVCache, shared: Shared
+    ) -> None:
+        """Write this layer's compressed entries and index keys for all rows u [Q, H], where it is a source."""
         if self.compressor is not None:
-            self.compressor.store(ops, u, step, cache)
+            shared.latents = self.compressor.store(ops, u, step, cache)
+        if self.index_key is not None:
+            assert shared.latents is not None, "an index-key source follows a compressor"
+            self.index_key.store(ops, shared.latents, step, cache)
 
     def __call__(
         self, ops: OpTable, u: torch.Tensor, x: QuantTensor, step: StepInputs, cache: KVCache, shared: Shared

@@ -1,4 +1,4 @@
-"""The KV compressor of a source layer: one entry per `ratio` tokens, and the index key that belongs to it."""
+"""The KV compressor of a source layer, one entry per `ratio` tokens, and the index keys made from its latents."""
 
 from __future__ import annotations
 
@@ -12,10 +12,23 @@ from deepinfer.hooks import KVCache, OpTable, StepInputs
 
 @dataclass(frozen=True, slots=True)
 class IndexKey:
-    """Projection of latents to index keys. wk: prepared weight; norm [index_head_dim]."""
+    """Index keys of an index-key source, projected from the latents of the latest compressor.
 
+    wk: prepared weight, norm [index_head_dim], rope [max_positions, 64]
+    """
+
+    layer: int
+    ratio: int
     wk: Any
     norm: torch.Tensor
+    rope: torch.Tensor
+    eps: float
+
+    def store(self, ops: OpTable, latents: torch.Tensor, step: StepInputs, cache: KVCache) -> None:
+        """Store the keys of the entries that the step completes; latents [M, head_dim]."""
+        keys = ops.gemm.rms_norm(ops.gemm.linear(latents, self.wk), self.norm, self.eps)
+        positions = step.entries[self.ratio].index * self.ratio
+        ops.cache.store_index(cache, self.layer, ops.attention.rope(keys, positions, self.rope), step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,23 +40,18 @@ class Compressor:
     wkv: Any
     wgate: Any | None
     norm: torch.Tensor
-    index_key: IndexKey | None
     rope: torch.Tensor
     eps: float
 
-    def store(self, ops: OpTable, u: torch.Tensor, step: StepInputs, cache: KVCache) -> None:
-        """Compress the rows u [Q, H] and store the entries they complete."""
-        entries = step.entries[self.ratio]
-        merged = self._merge(ops, u, step, cache)
-        if entries.rows.shape[0] == 0:
-            return
-        latents = ops.gemm.rms_norm(merged, self.norm, self.eps)
-        positions = entries.index * self.ratio  # an entry's position is that of its first token
+    def store(self, ops: OpTable, u: torch.Tensor, step: StepInputs, cache: KVCache) -> torch.Tensor:
+        """Compress the rows u [Q, H] and store the entries they complete; returns their latents [M, head_dim].
+
+        A latent is an entry after the norm, before rope and quantization: what index keys are projected from.
+        """
+        latents = ops.gemm.rms_norm(self._merge(ops, u, step, cache), self.norm, self.eps)
+        positions = step.entries[self.ratio].index * self.ratio  # an entry's position is that of its first token
         ops.cache.store_entries(cache, self.layer, ops.attention.rope(latents, positions, self.rope), step)
-        if self.index_key is not None:
-            keys = ops.gemm.linear(latents, self.index_key.wk)
-            keys = ops.gemm.rms_norm(keys, self.index_key.norm, self.eps)
-            ops.cache.store_index(cache, self.layer, ops.attention.rope(keys, positions, self.rope), step)
+        return latents
 
     def _merge(self, ops: OpTable, u: torch.Tensor, step: StepInputs, cache: KVCache) -> torch.Tensor:
         """Entries [M, head_dim] before the norm."""

@@ -43,7 +43,7 @@ class DSpark:
     main_wkv       prepared [draft layers * head_dim, H], the wkv rows of all draft layers
     layers         draft layers; layer d owns window ring `first_ring + d`
     norm           [H] before the vocabulary head
-    markov_embed   [V, rank] bf16;  markov_head  prepared [V, rank];  confidence  [H + rank] bf16
+    markov_embed, markov_head  [V, rank] activation dtype;  confidence  [H + rank]: what `sampling.draft_block` reads
     noise_id       input token of draft slots after the first
     """
 
@@ -55,7 +55,7 @@ class DSpark:
     first_ring: int
     norm: torch.Tensor
     markov_embed: torch.Tensor
-    markov_head: Any
+    markov_head: torch.Tensor
     confidence: torch.Tensor
     noise_id: int
     eps: float

@@ -16,10 +16,12 @@ class Shared:
 
     selections  {index source: Selection}
     candidates  [Q, C] candidate blocks of the candidate source, None = every block
+    latents     [M, head_dim] of the latest compressor, for the entries this step completes
     """
 
     selections: dict[int, Selection]
     candidates: torch.Tensor | None = None
+    latents: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

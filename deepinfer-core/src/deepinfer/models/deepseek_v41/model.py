@@ -152,7 +152,7 @@ class Model:
         if self.dspark is not None and layer.index in self.dspark.targets:
             flow.features.append(ops.residual.stream_mean(streams.settle(ops)))
         out = layer.attn_site.enter(ops, streams)
-        layer.attention.store_entries(ops, out.u, flow.step, cache)
+        layer.attention.store_entries(ops, out.u, flow.step, cache, flow.shared)
         if layer.index == self.boundary:
             streams, out = self._enter_decoder(streams, out, flow, steps)
         Site.leave(streams, out, layer.attention(ops, out.u, out.x, flow.step, cache, flow.shared))

@@ -148,6 +148,7 @@ class _Builder:
             entry_source=topology.kv_source[layer] if compressed else None,
             selection_source=topology.index_source[layer] if compressed else None,
             compressor=self.compressor(layer, attn) if layer in topology.kv_sources else None,
+            index_key=self.index_key(layer, attn) if layer in topology.index_k_sources else None,
             indexer=self.indexer(layer, attn) if layer in topology.index_sources else None,
             heads=self.text.num_attention_heads,
             eps=self.text.rms_norm_eps,
@@ -155,16 +156,22 @@ class _Builder:
 
     def compressor(self, layer: int, attn: str) -> Compressor:
         ratio = self.topology.ratio(layer)
-        index_key = None
-        if layer in self.topology.index_k_sources:
-            index_key = IndexKey(self.dense(f"{attn}.indexer.wk"), self.vector(f"{attn}.indexer.k_norm.weight"))
         return Compressor(
             layer=layer,
             ratio=ratio,
             wkv=self.dense(f"{attn}.compressor.wkv"),
             wgate=self.dense(f"{attn}.compressor.wgate") if ratio > 1 else None,
             norm=self.vector(f"{attn}.compressor.norm.weight"),
-            index_key=index_key,
+            rope=self.yarn_rope,
+            eps=self.text.rms_norm_eps,
+        )
+
+    def index_key(self, layer: int, attn: str) -> IndexKey:
+        return IndexKey(
+            layer=layer,
+            ratio=self.topology.ratio(layer),
+            wk=self.dense(f"{attn}.indexer.wk"),
+            norm=self.vector(f"{attn}.indexer.k_norm.weight"),
             rope=self.yarn_rope,
             eps=self.text.rms_norm_eps,
         )
@@ -229,7 +236,7 @@ class _Builder:
             first_ring=self.text.num_hidden_layers,
             norm=self.vector(f"{last}.norm.weight"),
             markov_embed=self.vector(f"{last}.markov_head.embed.weight"),
-            markov_head=self.dense(f"{last}.markov_head.head"),
+            markov_head=self.vector(f"{last}.markov_head.head.weight"),
             confidence=self.vector(f"{last}.confidence_head.proj.weight").flatten(),
             noise_id=self.text.dspark_noise_token_id,
             eps=self.text.rms_norm_eps,
