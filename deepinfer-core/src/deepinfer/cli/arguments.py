@@ -11,7 +11,6 @@ from typing import Any
 
 from deepinfer.config import argument_fields, default_of
 from deepinfer.errors import ConfigError
-from deepinfer.variables import closest
 
 DEFAULT_MODEL = "deepseek-ai/DeepSeek-V4.1-Flash-1017"
 """Hub id of the published checkpoint; `DEEPINFER_HF_MODEL_DIR` names a local copy of it."""
@@ -99,10 +98,3 @@ def sampling_arguments(args: argparse.Namespace) -> dict[str, Any]:
         "min_tokens": args.min_tokens,
         "ignore_eos": args.ignore_eos,
     }
-
-
-def expect_choice(name: str, value: str, known: list[str]) -> str:
-    """`value` if it is one of `known`, else a ConfigError with the nearest spelling."""
-    if value not in known:
-        raise ConfigError(f"{name}={value!r}: expected one of {', '.join(known)}.{closest(value, known)}")
-    return value
