@@ -296,3 +296,25 @@ def test_a_backend_registers_its_device_type_before_the_first_device(site):
     assert plugin_class.calls == 0
     loaded.device()
     assert plugin_class.calls == 1
+
+
+@pytest.mark.parametrize("answer", ["torch.device('cpu')", "'cpu'"])
+def test_a_backend_may_name_the_device_that_stands_for_its_own(site, answer):
+    plugin = f"""
+    import torch
+    from deepinfer.hooks import hookimpl
+    class Plugin:
+        @hookimpl
+        def deepinfer_register_device(self):
+            return {answer}
+    """
+    site.backend("acme", plugin=plugin)
+    init = site.path / "deepinfer_acme/__init__.py"
+    init.write_text(init.read_text().replace("device_type='cpu'", "device_type='warpdrive'"))
+    loaded = open_backend("acme")
+    assert loaded.device_type == "warpdrive"
+    if answer == "'cpu'":
+        with pytest.raises(BackendError, match="deepinfer_register_device returned 'cpu', expected a torch.device or None"):
+            loaded.device()
+    else:
+        assert loaded.device(3).type == "cpu"

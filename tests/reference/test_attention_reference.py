@@ -79,24 +79,27 @@ def test_narrowed_window_hides_keys_below_lowest():
 def test_index_scores_equal_the_formula_with_negative_products():
     torch.manual_seed(1)
     q, weights, keys = random(2, 5, 3, 8), random(2, 5, 3), random(2, 9, 8)
-    scores = indexer.index_scores(q, weights, keys, torch.float64, torch.float64)
+    visible = torch.tensor([2, 4, 6, 8, 9])
+    scores = indexer.index_scores(q, weights, keys, visible, torch.float64, torch.float64)
     for c in range(2):
         for row in range(5):
-            for j in range(9):
+            for j in range(int(visible[row])):
                 expected = sum(weights[c, row, h] * max(q[c, row, h] @ keys[c, j], 0) for h in range(3))
                 torch.testing.assert_close(scores[c, row, j], torch.as_tensor(expected), rtol=1e-10, atol=1e-12)
 
 
-def test_top_entries_prefers_the_lower_of_equal_scores_and_sorts():
-    scores = torch.tensor([[1.0, 3, 3, 2, 3], [0, -0.0, 0, 0, 0], [5, 4, 3, 2, 1]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_top_entries_prefers_the_lower_of_equal_scores_and_sorts(dtype):
+    scores = torch.tensor([[1.0, 3, 3, 2, 3], [0, -0.0, 0, 0, 0], [5, 4, 3, 2, 1]], dtype=dtype)
     lengths = torch.tensor([5, 5, 2])
     assert indexer.top_entries(scores, lengths, 2).tolist() == [[1, 2], [0, 1], [0, 1]]
     assert indexer.top_entries(scores, torch.tensor([5, 1, 0]), 3).tolist() == [[1, 2, 4], [0, -1, -1], [-1] * 3]
 
 
-def test_top_entries_equals_a_stable_sort_on_coarse_scores():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_top_entries_equals_a_stable_sort_on_coarse_scores(dtype):
     torch.manual_seed(2)
-    scores = torch.randn(40, 300).mul(2).round()
+    scores = torch.randn(40, 300).mul(2).round().to(dtype)
     lengths = torch.randint(0, 301, (40,))
     chosen = indexer.top_entries(scores, lengths, 32)
     for row in range(40):

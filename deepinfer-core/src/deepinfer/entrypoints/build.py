@@ -5,19 +5,29 @@ Called by `LLM`. What can be refused from configuration and tokenizer alone is r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from deepinfer.config import EngineConfig
 from deepinfer.engine.engine import Engine
 from deepinfer.engine.request import ModelInfo
+from deepinfer.hooks import LoadedBackend
+from deepinfer.hooks.trace import Wrapper
 from deepinfer.hub.chat import Renderer
 from deepinfer.hub.chat_encoder import chat_renderer
 from deepinfer.runner.executor import create_executor
 from deepinfer.runner.model_files import open_model
 
 
-def build_engine(config: EngineConfig) -> tuple[Engine, Renderer]:
-    """Load everything an engine needs. `config` may be unresolved; the engine's is resolved."""
+def build_engine(
+    config: EngineConfig, backend: LoadedBackend | None = None, wrappers: Sequence[Wrapper] = ()
+) -> tuple[Engine, Renderer]:
+    """Load everything an engine needs. `config` may be unresolved; the engine's is resolved.
+
+    backend   an opened backend, None: the one that `config` selects
+    wrappers  put around bound calls, see `hooks.trace`
+    """
     files = open_model(config)
     config = config.resolve(files.config)
     renderer = chat_renderer(files.directory, config.trust_remote_code)
     info = ModelInfo(files.config.text.vocab_size, tuple(files.tokenizer.eos_ids), files.config.image_token_id)
-    return Engine(config, create_executor(config), files.tokenizer, info), renderer
+    return Engine(config, create_executor(config, backend, wrappers), files.tokenizer, info), renderer

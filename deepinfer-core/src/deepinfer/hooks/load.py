@@ -65,13 +65,18 @@ class LoadedBackend:
     def device(self, index: int = 0) -> torch.device:
         """The `torch.device` of a worker, `index` being its number on this host; a CPU has no numbers.
 
-        Lets the backend register its device type first. Raises `BackendError` if torch still does not know it.
+        Lets the backend register its device type, or name the device that stands for it, first. Raises `BackendError`
+        if torch still does not know the type.
         """
         import torch
 
-        for implementation in self.manager.hook.deepinfer_register_device.get_hookimpls():
-            if implementation.plugin_name == self.name:
-                implementation.function()
+        named = [
+            implementation.function()
+            for implementation in self.manager.hook.deepinfer_register_device.get_hookimpls()
+            if implementation.plugin_name == self.name
+        ]
+        if named and named[0] is not None:
+            return self._checked_device(named[0])
         try:
             return torch.device("cpu") if self.device_type == "cpu" else torch.device(self.device_type, index)
         except RuntimeError as error:
@@ -79,6 +84,15 @@ class LoadedBackend:
                 f"{self.entry}: torch {torch.__version__} knows no device type {self.device_type!r}.\n"
                 f"  The backend has to register it in the hook deepinfer_register_device"
             ) from error
+
+    def _checked_device(self, named: object) -> torch.device:
+        import torch
+
+        if not isinstance(named, torch.device):
+            raise BackendError(
+                f"{self.entry}: deepinfer_register_device returned {named!r}, expected a torch.device or None"
+            )
+        return named
 
 
 def open_backend(

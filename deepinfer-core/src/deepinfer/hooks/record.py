@@ -86,7 +86,7 @@ class Backend:
 
     name         what `DEEPINFER_ACCELERATOR` and `--op` call it; equal to the entry point's name
     api          the (major, minor) of `PLUGIN_API` it was written for
-    device_type  `torch.device` type its tensors live on
+    device_type  `torch.device` type its tensors live on, unless `deepinfer_register_device` names a device
     plugin       "module:Class" whose methods are hook implementations; imported after selection
     probe        "module:function" -> bool: is the device present? Reads files only. None: never chosen unasked.
     environment  "module:function" -> dict[str, str], applied before torch is imported

@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from deepinfer.hooks.api import OpContext, hookspec
 
 if TYPE_CHECKING:
+    import torch
+
     from deepinfer.hooks import ops
 
 _HOOK_MARK = "__deepinfer_hook__"
@@ -70,12 +72,15 @@ def deepinfer_plugin_registered(plugin_name: str, distribution: str, version: st
 
 
 @_hook("optional")
-def deepinfer_register_device() -> None:
-    """Teach torch the backend's device type. [event, level optional]
+def deepinfer_register_device() -> torch.device | None:
+    """Teach torch the backend's device type, or name the torch device that stands for it. [level optional]
 
-    When: once, after the plugin was registered and before the first `torch.device` of its type is made. Needed only
-    for device types torch does not know by itself: import the library that registers it here. Raise a `BackendError`
+    When: after the plugin was registered and before the first `torch.device` of its type is made. Needed only for
+    device types torch does not know by itself: import the library that registers it here. Raise a `BackendError`
     naming what is missing. Do not open the device.
+
+    returns  None: tensors live on `torch.device(device_type, index)`. A `torch.device`: they live there, for a device
+             whose memory torch knows under another type, e.g. an emulator or a chip that works in the host's memory.
 
     Example::
 

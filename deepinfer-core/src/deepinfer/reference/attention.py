@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import torch
 
-# Gathered keys are processed in row blocks of about this many values, so that a block stays in a core's cache.
-_GATHER_VALUES = 2**21
-_BAND_ROWS = 64
+# Band blocks are processed in groups that gather about this many key values, so that a group stays in a core's cache.
+_GATHER_VALUES = 2**19
 
 
 def sink_softmax(logits: torch.Tensor, sink: torch.Tensor) -> torch.Tensor:
@@ -41,9 +40,9 @@ def attend_rows(
     return torch.matmul(sink_softmax(logits, sink), keys)
 
 
-def band_rows(q_len: int) -> int:
-    """Rows of one band block for a run of `q_len` rows."""
-    return min(_BAND_ROWS, q_len)
+def band_rows(q_len: int, window: int) -> int:
+    """Rows of one band block: a block reads rows + window - 1 keys, so rows near half the window waste little."""
+    return min(max(16, min(64, window // 2)), q_len)
 
 
 def band_mask(positions: torch.Tensor, lowest: torch.Tensor, window: int) -> torch.Tensor:
@@ -53,7 +52,7 @@ def band_mask(positions: torch.Tensor, lowest: torch.Tensor, window: int) -> tor
     b holds the position `positions[:, 0] - (window - 1) + b * rows + m`. Returns [c, blocks, rows, rows + window - 1].
     """
     count, length = positions.shape
-    rows = band_rows(length)
+    rows = band_rows(length, window)
     blocks = -(-length // rows)
     pad = blocks * rows - length
     lowest = torch.maximum(lowest, positions - (window - 1))
@@ -84,49 +83,54 @@ def attend_chunk(
     entries   [U, d] or None           compressed entries that any row uses
     selected  [c, L, T] int64 or None  rows of `entries`, -1 = skip
     sink      [h] float32              returns [c, L, h, d] in `accumulate`
+
+    Works through the band blocks a few at a time, so that what a block needs stays in a core's cache.
     """
     count, length, heads, dim = q.shape
     blocks, rows, width = mask.shape[1:]
-    padded = torch.nn.functional.pad(q, (0, 0, 0, 0, 0, blocks * rows - length)).to(accumulate)
-    banded = torch.nn.functional.pad(keys, (0, 0, 0, blocks * rows - length)).to(accumulate)
-    banded = banded.unfold(1, width, rows)  # [c, blocks, d, width], a view
-    logits = torch.matmul(padded.view(count, blocks, rows * heads, dim), banded) * scale
-    logits = logits.view(count, blocks, rows, heads, width)
-    logits = logits.masked_fill(~mask.unsqueeze(3), float("-inf"))
-    logits = logits.view(count, blocks * rows, heads, width)[:, :length].reshape(-1, heads, width)
+    pad = blocks * rows - length
+    bands = torch.nn.functional.pad(keys, (0, 0, 0, pad)).to(accumulate).unfold(1, width, rows)
+    bands = bands.reshape(count * blocks, dim, width)  # a view for one run
+    q = torch.nn.functional.pad(q, (0, 0, 0, 0, 0, pad)).view(count * blocks, rows, heads, dim)
+    mask = mask.flatten(0, 1)
+    chosen = width
+    if selected is not None:
+        entries = entries.to(accumulate)
+        selected = torch.nn.functional.pad(selected, (0, 0, 0, pad), value=-1).view(count * blocks, rows, -1)
+        chosen = selected.shape[2]
+    step = max(1, _GATHER_VALUES // max(1, rows * chosen * dim))
+    parts = []
+    for first in range(0, count * blocks, step):
+        part = slice(first, first + step)
+        ids = None if selected is None else selected[part]
+        parts.append(_attend_bands(q[part].to(accumulate), bands[part], mask[part], entries, ids, sink, scale))
+    return torch.cat(parts).view(count, blocks * rows, heads, dim)[:, :length]
+
+
+def _attend_bands(
+    q: torch.Tensor,
+    bands: torch.Tensor,
+    mask: torch.Tensor,
+    entries: torch.Tensor | None,
+    selected: torch.Tensor | None,
+    sink: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """Band blocks: q [B, R, h, d], bands [B, d, w], mask [B, R, w], selected [B, R, T] or None; [B, R, h, d]."""
+    blocks, rows, heads, dim = q.shape
+    stacked = (blocks, rows * heads)
+    near = torch.matmul(q.view(*stacked, dim), bands).view(blocks, rows, heads, -1) * scale
+    near = near.masked_fill_(~mask.unsqueeze(2), float("-inf"))
     if selected is None:
-        weights, far = sink_softmax(logits, sink), None
-    else:
-        weights, far = _selected_part(q.reshape(-1, heads, dim), logits, entries, selected.flatten(0, 1), sink, scale)
-    weights = weights.view(count, length, heads, width)
-    weights = torch.nn.functional.pad(weights, (0, 0, 0, 0, 0, blocks * rows - length))
-    near = torch.matmul(weights.view(count, blocks, rows * heads, width), banded.transpose(2, 3))
-    near = near.view(count, blocks * rows, heads, dim)[:, :length]
-    return near if far is None else near + far.view(count, length, heads, dim)
-
-
-def _selected_part(
-    q: torch.Tensor, near: torch.Tensor, entries: torch.Tensor, selected: torch.Tensor, sink: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Joint softmax of window logits `near` [R, h, K] and of selected entries; row blocks bound the gathered keys.
-
-    Returns the window's weights [R, h, K] and the entries' share of the output [R, h, d].
-    """
-    accumulate = near.dtype
-    step = max(16, _GATHER_VALUES // max(1, selected.shape[1] * entries.shape[1]))
-    q, entries = q.to(accumulate), entries.to(accumulate)
-    weights, outputs = [], []
-    for first in range(0, q.shape[0], step):
-        rows = slice(first, first + step)
-        index = selected[rows]
-        gathered = torch.nn.functional.embedding(index.clamp(min=0), entries)
-        far = torch.matmul(q[rows], gathered.transpose(1, 2)) * scale
-        far = far.masked_fill((index < 0).unsqueeze(1), float("-inf"))
-        joint = sink_softmax(torch.cat((near[rows], far), -1), sink)
-        window, chosen = joint.split((near.shape[-1], far.shape[-1]), -1)
-        weights.append(window)
-        outputs.append(torch.matmul(chosen, gathered))
-    return torch.cat(weights), torch.cat(outputs)
+        weights = sink_softmax(near, sink)
+        return torch.matmul(weights.view(*stacked, -1), bands.transpose(1, 2)).view(q.shape)
+    gathered = torch.nn.functional.embedding(selected.clamp(min=0), entries).flatten(0, 1)  # [B R, T, d]
+    far = torch.matmul(q.view(blocks * rows, heads, dim), gathered.transpose(1, 2)) * scale
+    far = far.view(blocks, rows, heads, -1).masked_fill_((selected < 0).unsqueeze(2), float("-inf"))
+    joint = sink_softmax(torch.cat((near, far), -1), sink)
+    near, far = joint.split((near.shape[-1], far.shape[-1]), -1)
+    out = torch.matmul(near.reshape(*stacked, -1), bands.transpose(1, 2)).view(blocks * rows, heads, dim)
+    return torch.baddbmm(out, far.reshape(blocks * rows, heads, -1), gathered).view(q.shape)
 
 
 def attend_segment(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, accumulate: torch.dtype) -> torch.Tensor:

@@ -9,28 +9,35 @@ from __future__ import annotations
 import torch
 
 # Rectified products are formed for about this many (row, head, entry) triples at a time.
-_PRODUCT_VALUES = 2**23
+_PRODUCT_VALUES = 2**19
 
 
 def index_scores(
-    q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, accumulate: torch.dtype, round_to: torch.dtype
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    keys: torch.Tensor,
+    visible: torch.Tensor,
+    accumulate: torch.dtype,
+    round_to: torch.dtype,
 ) -> torch.Tensor:
     """Scores of every entry for every row of c runs.
 
-    q [c, L, h, d], weights [c, L, h], keys [c, K, d]; returns [c, L, K] in `accumulate`, rounded to `round_to`.
+    q [c, L, h, d], weights [c, L, h], keys [c, K, d]; visible [L] host tensor: most entries that any run's row sees,
+    ascending. Returns [c, L, K] in `round_to`; columns from `visible` of a row's block on are -inf.
     """
     count, length, heads, dim = q.shape
     keys = keys.to(accumulate).transpose(1, 2)
     step = max(1, _PRODUCT_VALUES // max(1, count * heads * keys.shape[2]))
     parts = []
     for first in range(0, length, step):
-        part = q[:, first : first + step].to(accumulate)
-        products = torch.matmul(part.reshape(count, -1, dim), keys).relu_()
-        products = products.view(count, part.shape[1], heads, -1)
-        weight = weights[:, first : first + step].to(accumulate).unsqueeze(2)
-        parts.append(torch.matmul(weight, products).squeeze(2))
-    scores = torch.cat(parts, 1)
-    return scores if round_to == accumulate else scores.to(round_to).to(torch.float32)
+        rows = slice(first, first + step)
+        seen = int(visible[rows][-1])
+        part = q[:, rows].to(accumulate)
+        products = torch.matmul(part.reshape(count, -1, dim), keys[:, :, :seen]).relu_()
+        products = products.view(count, part.shape[1], heads, seen)
+        scores = torch.matmul(weights[:, rows].to(accumulate).unsqueeze(2), products).squeeze(2).to(round_to)
+        parts.append(torch.nn.functional.pad(scores, (0, keys.shape[2] - seen), value=float("-inf")))
+    return torch.cat(parts, 1)
 
 
 def top_entries(scores: torch.Tensor, lengths: torch.Tensor, count: int) -> torch.Tensor:
@@ -43,7 +50,8 @@ def top_entries(scores: torch.Tensor, lengths: torch.Tensor, count: int) -> torc
     index = torch.arange(width, device=scores.device)
     visible = (index < lengths.unsqueeze(1)) & (scores > float("-inf"))
     if width > count:
-        order = _ordered_key(scores, index).masked_fill(~visible, torch.iinfo(torch.int64).min)
+        order = _ordered_key(scores, index)
+        order = order.masked_fill_(~visible, torch.iinfo(order.dtype).min)
         index = torch.topk(order, count, sorted=False).indices
         visible = visible.gather(1, index)
     chosen = torch.where(visible, index, width).sort(-1).values
@@ -51,10 +59,13 @@ def top_entries(scores: torch.Tensor, lengths: torch.Tensor, count: int) -> torc
 
 
 def _ordered_key(scores: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Distinct integers that sort like (score ascending, index descending), so that top-k has no ties. [R, K] int64."""
-    bits = (scores.to(torch.float32) + 0.0).view(torch.int32).to(torch.int64)  # + 0.0 turns -0 into 0
-    bits = torch.where(bits < 0, -(bits & 0x7FFFFFFF) - 1, bits)
-    return (bits << 31) - index
+    """Distinct integers that sort like (score ascending, index descending), so that top-k has no ties. [R, K]."""
+    scores = scores + 0.0  # turns -0 into 0
+    if scores.dtype == torch.bfloat16 and scores.shape[1] <= 2**16:
+        bits = scores.view(torch.int16).to(torch.int32)
+        return (torch.where(bits < 0, -(bits & 0x7FFF) - 1, bits) << 16) + (0xFFFF - index).to(torch.int32)
+    bits = scores.to(torch.float32).view(torch.int32).to(torch.int64)
+    return (torch.where(bits < 0, -(bits & 0x7FFFFFFF) - 1, bits) << 31) - index
 
 
 def candidate_blocks(scores: torch.Tensor, lengths: torch.Tensor, block: int, count: int) -> torch.Tensor | None:

@@ -10,6 +10,8 @@ from deepinfer.runner.inputs import CacheCapacity, StepBatch, StepResult
 
 if TYPE_CHECKING:
     from deepinfer.config import EngineConfig
+    from deepinfer.hooks import LoadedBackend
+    from deepinfer.hooks.trace import Wrapper
     from deepinfer.runner.worker import Worker
 
 
@@ -53,8 +55,10 @@ class LocalExecutor:
         self.worker = None
 
 
-def create_executor(config: EngineConfig) -> LocalExecutor:
-    """Load the model of an engine and return the executor that runs it."""
+def create_executor(
+    config: EngineConfig, backend: LoadedBackend | None = None, wrappers: Sequence[Wrapper] = ()
+) -> LocalExecutor:
+    """Load the model of an engine and return the executor that runs it. backend, wrappers: see `worker.bind_ops`."""
     from deepinfer.runner.worker import Worker
 
     sizes = {
@@ -65,4 +69,4 @@ def create_executor(config: EngineConfig) -> LocalExecutor:
     if wanted:
         listed = ", ".join(f"{name}={size}" for name, size in wanted.items())
         raise UnsupportedError(f"{listed}: this build runs one rank; leave the parallel sizes at 1")
-    return LocalExecutor(Worker.load(config))
+    return LocalExecutor(Worker.load(config, backend, wrappers))

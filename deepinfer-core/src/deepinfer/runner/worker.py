@@ -7,12 +7,15 @@ weights are read and memory is taken.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
+
 import torch
 
 from deepinfer.config import EngineConfig
-from deepinfer.hooks import Numerics, OpContext, OpTable, build_ops, op_failures, open_backend
+from deepinfer.hooks import LoadedBackend, Numerics, OpContext, OpTable, build_ops, op_failures, open_backend
 from deepinfer.hooks.ops.step_inputs import Truncation
+from deepinfer.hooks.trace import Wrapper
 from deepinfer.hub.safetensors import Checkpoint, TensorSource
 from deepinfer.hub.vocabulary import compress_vocabulary
 from deepinfer.models.deepseek_v41.config import ModelConfig
@@ -43,15 +46,17 @@ class Worker:
     capacity: CacheCapacity
 
     @classmethod
-    def load(cls, config: EngineConfig) -> Worker:
-        """Bind ops, check and load the checkpoint, allocate caches."""
+    def load(
+        cls, config: EngineConfig, backend: LoadedBackend | None = None, wrappers: Sequence[Wrapper] = ()
+    ) -> Worker:
+        """Bind ops, check and load the checkpoint, allocate caches. backend, wrappers: see `bind_ops`."""
         files = open_model(config)
         settings, model_config = config.settings, files.config
         config = config.resolve(model_config)
         truncation = read_truncation(config, model_config)
         source = tensor_source(config, files)
         vocab_map = read_vocab_map(files)
-        context, ops = bind_ops(config, model_config)
+        context, ops = bind_ops(config, model_config, backend, wrappers)
         model = build_model(model_config, source, ops, context, vocab_map)
         spec = model_config.cache_spec(BLOCK_SIZE, settings.max_backtracking_tokens)
         capacity = plan_capacity(
@@ -106,17 +111,25 @@ def make_sampler(config: EngineConfig, files: ModelFiles, ops: OpTable, device: 
     )  # fmt: skip
 
 
-def bind_ops(config: EngineConfig, model_config: ModelConfig) -> tuple[OpContext, OpTable]:
-    """Select the backend and bind every op."""
+def bind_ops(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    backend: LoadedBackend | None = None,
+    wrappers: Sequence[Wrapper] = (),
+) -> tuple[OpContext, OpTable]:
+    """Bind every op, of the backend that the config selects or of one that is open already.
+
+    wrappers  put around bound calls, inside the tracer
+    """
     settings = config.settings
-    backend = open_backend(config.accelerator, settings=settings)
+    backend = backend or open_backend(config.accelerator, settings=settings)
     context = OpContext(
         device=backend.device(LOCAL_RANK),
         numerics=Numerics(quantize=config.numerics == "exact", order_free=settings.batch_invariant),
         traits=model_config.traits(BLOCK_SIZE, settings.max_backtracking_tokens, config.runtime_max_model_len),
         settings=settings,
     )
-    ops = build_ops(backend, context, config.op_overrides, config.trace_ops)
+    ops = build_ops(backend, context, config.op_overrides, config.trace_ops, wrappers)
     ops.runtime.select(LOCAL_RANK)
     ops.runtime.warm_up()
     return context, ops

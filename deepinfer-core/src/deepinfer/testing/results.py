@@ -73,11 +73,11 @@ def plain(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 
 
-class Skip(Exception):
+class Skip(Exception):  # noqa: N818  not an error
     """Raised inside a case that cannot run here; the message is the reason."""
 
 
-class Failure(Exception):
+class Failure(Exception):  # noqa: N818  a finding, not an error of the kit
     """Raised inside a case that found something wrong; `worst` as in `CaseResult`."""
 
     def __init__(self, detail: str, worst: Worst | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The backend under test: opened, and bound for one model configuration. Every level of the kit starts from a `Subject`.
+"""The backend under test: opened, and bound for one model. Every level of the kit starts from a `Subject`.
 
 `make_subject` opens an installed backend; `load_plugin_object` makes one of a plugin object in this process, which is
 how a backend's own tests try an implementation before it is installed. The reference twin is core's own bodies alone.
@@ -13,7 +13,16 @@ import torch
 
 from deepinfer.environ import Settings
 from deepinfer.hooks import (
-    PLUGIN_API, Backend, LoadedBackend, ModelTraits, Numerics, OpContext, OpTable, Provider, hookimpl, open_backend,
+    PLUGIN_API,
+    Backend,
+    LoadedBackend,
+    ModelTraits,
+    Numerics,
+    OpContext,
+    OpTable,
+    Provider,
+    hookimpl,
+    open_backend,
 )  # fmt: skip
 from deepinfer.hooks.bind import bind
 from deepinfer.hooks.build import contributions
@@ -173,6 +182,7 @@ IN_PROCESS = "in-process"
 
 def load_groups(*classes: type, name: str = "local") -> LoadedBackend:
     """An opened backend whose plugin creates an object of each of these op group classes."""
+
     def factory(group_class: type) -> object:
         def create(self: object, context: OpContext) -> object:
             return group_class(context)

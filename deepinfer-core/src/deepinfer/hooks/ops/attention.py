@@ -260,8 +260,8 @@ class AttentionOps(OpGroup):
         """Scores of the entries of a span's sequences.
 
         q, weights as in `select`, q already quantized
-        returns    [rows, K] float32, rounded to bfloat16 in exact mode; columns past a row's visible entries are
-                   unspecified. score[p, j] = sum_h relu(q[p, h] . key[j]) * weights[p, h], summed in float32
+        returns    [rows, K] activation dtype; columns past a row's visible entries are unspecified.
+                   score[p, j] = sum_h relu(q[p, h] . key[j]) * weights[p, h], summed in float32, rounded once
         """
         ratio = cache.spec.index[source]
         per_block = cache.spec.block_size // ratio
@@ -269,8 +269,9 @@ class AttentionOps(OpGroup):
         blocks = step.block_table[span.sequences, : -(-visible // per_block)]
         keys = self.ops.cache.load_index(cache, source, blocks)[:, :visible]
         shape = (span.count, span.q_len)
+        last = torch.arange(span.max_context - span.q_len, span.max_context)  # latest position of each row, host data
         scores = indexer.index_scores(
-            q[span.rows].view(*shape, *q.shape[1:]), weights[span.rows].view(*shape, -1), keys,
+            q[span.rows].view(*shape, *q.shape[1:]), weights[span.rows].view(*shape, -1), keys, (last + 1) // ratio,
             self.numerics.accumulate_dtype, self.numerics.activation_dtype,
         )  # fmt: skip
         return scores.flatten(0, 1)
@@ -279,7 +280,7 @@ class AttentionOps(OpGroup):
     def candidate_blocks(self, scores: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor | None:
         """Blocks of `candidate_block_size` entries with the largest score; the last visible block always counts.
 
-        scores [R, K] float32, lengths [R] int64 visible entries; returns [R, candidate_topk_blocks] int64 ascending
+        scores [R, K] activation dtype, lengths [R] int64 visible entries; returns [R, candidate_topk_blocks] int64 ascending
         with -1 padding, or None when no row has more blocks than that
         """
         return indexer.candidate_blocks(
@@ -290,7 +291,7 @@ class AttentionOps(OpGroup):
     def top_entries(self, scores: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """The `index_topk` best of each row's first `lengths` entries.
 
-        scores [R, K] float32, lengths [R] int64; returns [R, min(index_topk, K)] int64 ascending, -1 padding; equal
+        scores [R, K] activation dtype, lengths [R] int64; returns [R, min(index_topk, K)] int64 ascending, -1 padding; equal
         scores prefer the lower entry, -inf is never chosen
         """
         return indexer.top_entries(scores, lengths, self.traits.index_topk)
