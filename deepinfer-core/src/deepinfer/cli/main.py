@@ -25,6 +25,7 @@ COMMANDS = {
     "doctor": "what is installed, what works, what would fit in memory",
     "ops": "which implementation serves every operation, and why",
     "env": "every setting: type, default, value and where it comes from",
+    "new-backend": "create a backend package from the template",
     "make-checkpoint": "write a small random checkpoint in the published format",
 }
 """Name and one-line description of every command; the module is the name with an underscore."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from typing import Any
 
 from deepinfer.cli.arguments import parse_assignments
@@ -29,11 +30,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--numerics", choices=("exact", "smooth"), default="exact", help="rounding rules (default: exact)")
     add("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of `deepinfer env` (repeatable)")
-    add("--json", action="store_true", help="machine-readable")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="machine-readable")
+    form.add_argument("--markdown", action="store_true", help="the page docs/ops.md: what every operation means")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the table."""
+    if args.markdown:
+        from deepinfer.hooks.docs import ops_page
+
+        sys.stdout.write(ops_page())
+        return 0
     from deepinfer.hooks import report
 
     device_type, table = bind(args)

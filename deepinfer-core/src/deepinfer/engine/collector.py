@@ -38,3 +38,7 @@ class CollectorPause:
         if self._paused:
             gc.enable()
             self._paused = False
+
+    def __del__(self) -> None:
+        """An engine that is dropped in the middle of its work leaves the process as it was."""
+        self.release()

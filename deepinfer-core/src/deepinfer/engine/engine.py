@@ -127,6 +127,8 @@ class Engine:
             seq = self._live[request_id]
             seq.finish("abort")
             self._end(seq)
+        if not self.has_unfinished:
+            self._collector.release()  # no further step may follow
         return aborted
 
     @property

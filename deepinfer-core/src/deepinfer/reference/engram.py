@@ -153,7 +153,7 @@ def inject(
     key, value = kv.to(accumulate).split((streams.shape[1], 1), 1)
     dot = torch.einsum("qmh,qmh->qm", x * weight.to(accumulate), key)
     dot = dot * reciprocal_rms(x, norm_eps) * reciprocal_rms(key, norm_eps) * x.shape[-1] ** -0.5
-    gate = (dot.abs().clamp_min(_GATE_FLOOR).sqrt() * dot.sign()).sigmoid().float().to(accumulate)  # the gate is float32
+    gate = (dot.abs().clamp_min(_GATE_FLOOR).sqrt() * dot.sign()).sigmoid()
     out = (x + gate.unsqueeze(-1) * value).to(streams.dtype)
     return out if image_mask is None else torch.where(image_mask.view(-1, 1, 1), streams, out)
 

@@ -30,6 +30,7 @@ class CaseResult:
     detail   why, in words; may have several lines
     worst    the worst element of the comparison, where there was one
     seconds  wall-clock time of the case
+    figures  measured numbers of level 5, by name
     """
 
     level: int
@@ -39,6 +40,7 @@ class CaseResult:
     detail: str = ""
     worst: Worst | None = None
     seconds: float = 0.0
+    figures: Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
         if self.status not in STATUSES:
@@ -59,7 +61,7 @@ class CaseResult:
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dict with the fields' names as keys."""
         worst = None if self.worst is None else {key: plain(value) for key, value in self.worst.items()}
-        return {**vars(self), "worst": worst}
+        return {**vars(self), "worst": worst, "figures": None if self.figures is None else dict(self.figures)}
 
 
 def plain(value: Any) -> Any:
@@ -111,6 +113,20 @@ def _story(error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     where = f"\n  at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
     return f"raised {type(error).__name__}: {error}{where}"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A case that has not run yet; fields as in `CaseResult`, `body` as `run_case` takes it."""
+
+    level: int
+    op: str | None
+    name: str
+    body: Callable[[], str | Worst | None]
+
+    def run(self) -> CaseResult:
+        """Run it."""
+        return run_case(self.level, self.op, self.name, self.body)
 
 
 def count(results: Iterable[CaseResult]) -> Counter[str]:
