@@ -18,6 +18,7 @@ for _name in [name for name in os.environ if name.startswith("DEEPINFER_")]:
 os.environ["DEEPINFER_ACCELERATOR"] = "cpu"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the cpu backend sets it
 os.environ.setdefault("OMP_NUM_THREADS", str(min(4, os.cpu_count() or 1)))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from stub_executor import StubExecutor, expected_tokens, make_engine, prompt_score, run_all
 
@@ -117,3 +118,25 @@ def test_score_output_sums_and_means():
     score = ScoreOutput("0", [1, 2, 3], [None, -1.0, -3.0])
     assert (score.num_scored, score.sum_logprob, score.mean_logprob) == (2, -4.0, -2.0)
     assert math.isnan(ScoreOutput("0", [1], [None]).mean_logprob)
+
+
+def test_a_prompt_score_that_is_no_number_ends_its_request_only():
+    executor = StubExecutor()
+    launch = executor.launch
+
+    def poisoned(batch):
+        handle = launch(batch)
+        result = handle.result()
+        for index, scores in result.prompt_logprobs.items():
+            if batch.slots[index] == 1:
+                scores[2] = np.nan
+        return handle
+
+    executor.launch = poisoned
+    engine = make_engine(executor)
+    for _ in range(2):
+        engine.add_request(token_ids=[6, 7, 8, 9, 10], params=SamplingParams(max_tokens=2, prompt_logprobs=True))
+    results = run_all(engine)
+    first, second = results["0"], results["1"]
+    assert first.finish_reason == "error" and "non-finite logits behind prompt token 2" in str(first.error)
+    assert second.error is None and len(second) == 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -95,22 +94,20 @@ def test_neither_directory_nor_hub_id(model: str, offline: dict[str, str]) -> No
 # DEEPINFER_HF_MODEL_DIR
 
 
-def test_override_wins(tmp_path: Path, offline: dict[str, str]) -> None:
-    override = directory_with(tmp_path / "copy", "config.json")
+def test_local_copy_stands_for_a_hub_id_and_an_argument_goes_first(tmp_path: Path, offline: dict[str, str]) -> None:
+    copy = directory_with(tmp_path / "copy", "config.json")
     other = directory_with(tmp_path / "other", "config.json")
-    environ = {**offline, "DEEPINFER_HF_MODEL_DIR": str(override)}
-    assert locate(HUB_ID, environ=environ) == override
-    assert locate(other, environ=environ) == override
+    environ = {**offline, "DEEPINFER_HF_MODEL_DIR": str(copy)}
+    assert locate(HUB_ID, environ=environ) == copy
+    assert locate(other, environ=environ) == other
 
 
-@pytest.mark.parametrize("value", ["", "copy"])
-def test_override_without_config_does_not_count(tmp_path: Path, value: str, caplog: pytest.LogCaptureFixture) -> None:
-    other = directory_with(tmp_path / "other", "config.json")
-    directory_with(tmp_path / "copy")
-    environ = {"DEEPINFER_HF_MODEL_DIR": value and str(tmp_path / value)}
-    with caplog.at_level(logging.WARNING):
-        assert locate(other, environ=environ) == other
-    assert ("holds no config.json" in caplog.text) is bool(value)
+def test_local_copy_that_is_none_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"DEEPINFER_HF_MODEL_DIR=.*copy: found no such directory"):
+        locate(HUB_ID, environ={"DEEPINFER_HF_MODEL_DIR": str(tmp_path / "copy")})
+    directory_with(tmp_path / "empty")
+    with pytest.raises(CheckpointError, match=r"empty: found no config\.json"):
+        locate(HUB_ID, environ={"DEEPINFER_HF_MODEL_DIR": str(tmp_path / "empty")})
 
 
 def test_override_is_of_the_model_not_of_another_tokenizer(tmp_path: Path) -> None:

@@ -12,4 +12,5 @@ backend = Backend(
     api=PLUGIN_API,
     device_type="cpu",
     plugin="deepinfer.backends.cpu_plugin:CpuPlugin",
+    environment="deepinfer.backends.cpu_environment:environment",
 )

@@ -108,9 +108,14 @@ class Sequence:
             return token_id
         return self.stops.add(token_id, armed) if self.stops is not None else None
 
-    def record_prompt_scores(self, start: int, scores: np.ndarray) -> None:
-        """Keep the logprobs of the prompt tokens behind rows `start`, `start + 1`, ...; known ones stay as they are."""
+    def record_prompt_scores(self, start: int, scores: np.ndarray) -> int | None:
+        """Keep the logprobs of the prompt tokens behind rows `start`, `start + 1`, ...; known ones stay as they are.
+
+        Returns the first position whose score is NaN (the row's logits were not finite), None if all are numbers.
+        """
         assert self.prompt_logprobs is not None
         known = self.prompt_logprobs[start + 1 : start + 1 + len(scores)]
         fresh = np.isnan(known)
         known[fresh] = scores[: len(known)][fresh]
+        bad = np.flatnonzero(np.isnan(known))
+        return start + int(bad[0]) if len(bad) else None

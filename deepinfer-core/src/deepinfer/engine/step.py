@@ -24,9 +24,9 @@ def commit_rows(
 
     A sequence that ended while the step was in flight (abort) is skipped: its row is dropped.
     """
-    for index, scores in result.prompt_logprobs.items():
-        plan.sequences[index].record_prompt_scores(int(plan.q_starts[index]), np.asarray(scores))
-    ended = _scored(plan) if plan.kind == "prefill" else []
+    ended = _record_scores(plan, result)
+    if plan.kind == "prefill":
+        ended += _scored(plan)
     if not plan.sampled.any():
         return ended
     sequences = _sampled_sequences(plan)
@@ -43,6 +43,18 @@ def commit_rows(
         if not seq.finished and _ends(seq, int(suspects[row]), int(tokens[row]), result.rows.error[row]):
             ended.append(seq)
     return ended
+
+
+def _record_scores(plan: StepPlan, result: StepResult) -> list[Sequence]:
+    """Keep prompt logprobs; returns the sequences that end because the model scored their prompt with no number."""
+    failed = []
+    for index, scores in result.prompt_logprobs.items():
+        seq, start = plan.sequences[index], int(plan.q_starts[index])
+        bad = seq.record_prompt_scores(start, np.asarray(scores))
+        if bad is not None and not seq.finished:
+            seq.finish("error", error=RequestError(f"non-finite logits behind prompt token {bad}"))
+            failed.append(seq)
+    return failed
 
 
 # Why a row is looked at, as bits: an error, an end token, a watcher, the length.

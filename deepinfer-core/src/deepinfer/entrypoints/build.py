@@ -1,6 +1,7 @@
 """From an `EngineConfig` to a running `Engine`, and to what renders conversations for its model.
 
-Called by `LLM`. What can be refused from configuration and tokenizer alone is refused before any weight is read.
+Called by `LLM`. The backend is opened first: it may set variables that torch reads when it is imported, so nothing here
+imports torch before. What can be refused from configuration and tokenizer alone is refused before any weight is read.
 """
 
 from __future__ import annotations
@@ -10,12 +11,10 @@ from collections.abc import Sequence
 from deepinfer.config import EngineConfig
 from deepinfer.engine.engine import Engine
 from deepinfer.engine.request import ModelInfo
-from deepinfer.hooks import LoadedBackend
+from deepinfer.hooks import LoadedBackend, open_backend
 from deepinfer.hooks.trace import Wrapper
 from deepinfer.hub.chat import Renderer
 from deepinfer.hub.chat_encoder import chat_renderer
-from deepinfer.runner.executor import create_executor
-from deepinfer.runner.model_files import open_model
 
 
 def build_engine(
@@ -26,6 +25,10 @@ def build_engine(
     backend   an opened backend, None: the one that `config` selects
     wrappers  put around bound calls, see `hooks.trace`
     """
+    backend = open_backend(config.accelerator, settings=config.settings) if backend is None else backend
+    from deepinfer.runner.executor import create_executor
+    from deepinfer.runner.model_files import open_model
+
     files = open_model(config)
     config = config.resolve(files.config)
     renderer = chat_renderer(files.directory, config.trust_remote_code)

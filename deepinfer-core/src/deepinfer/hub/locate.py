@@ -1,8 +1,8 @@
 """Finds the local directory of a model: a directory, or a hub id looked up in the cache and downloaded if allowed.
 
-Called once at start-up, before anything is read. Order: the directory in `DEEPINFER_HF_MODEL_DIR` when it holds a
-`config.json`; else a directory of the given name; else the hub cache; else, unless `HF_HUB_OFFLINE` forbids it, the
-hub. It knows which files belong to a checkpoint, not what is in them.
+Called once at start-up, before anything is read. A directory is itself: an argument goes before the environment. A hub
+id is the local copy that `DEEPINFER_HF_MODEL_DIR` names; else the hub cache; else, unless `HF_HUB_OFFLINE` forbids it,
+the hub. It knows which files belong to a checkpoint, not what is in them.
 """
 
 from __future__ import annotations
@@ -41,9 +41,6 @@ def locate(
     CheckpointError saying what was looked for where.
     """
     environ = os.environ if environ is None else environ
-    override = _override(environ) if want != TOKENIZER else None
-    if override is not None:
-        return override
     path = Path(model).expanduser()
     if str(model) and path.is_dir():
         return _require_files(path, want)
@@ -51,19 +48,17 @@ def locate(
         raise CheckpointError(f"model: found {str(model)!r}, which is a file, expected a directory or a hub id")
     if not _HUB_ID.match(str(model)):
         raise CheckpointError(f"model: found no directory {str(model)!r}, and it is no hub id (owner/name) either")
+    if want != TOKENIZER and environ.get(MODEL_DIR_VARIABLE):
+        return _local_copy(Path(environ[MODEL_DIR_VARIABLE]).expanduser(), want)
     return _from_hub(str(model), revision, environ, want)
 
 
-def _override(environ: Mapping[str, str]) -> Path | None:
-    value = environ.get(MODEL_DIR_VARIABLE)
-    if not value:
-        return None
-    directory = Path(value).expanduser()
-    if (directory / "config.json").is_file():
-        _logger.info("model files are read from %s (%s)", directory, MODEL_DIR_VARIABLE)
-        return directory
-    _logger.warning("%s=%s is ignored: it holds no config.json", MODEL_DIR_VARIABLE, value)
-    return None
+def _local_copy(directory: Path, want: str) -> Path:
+    """The directory that stands for a hub id."""
+    if not directory.is_dir():
+        raise CheckpointError(f"{MODEL_DIR_VARIABLE}={directory}: found no such directory, expected a checkpoint")
+    _logger.info("model files are read from %s (%s)", directory, MODEL_DIR_VARIABLE)
+    return _require_files(directory, want)
 
 
 def _require_files(directory: Path, want: str) -> Path:

@@ -31,7 +31,7 @@ def route(
     scores = functional.softplus(logits.to(accumulate), threshold=_SOFTPLUS_LINEAR).sqrt().float()
     if image_mask is not None and bias_vl is not None:
         bias = torch.where(image_mask.unsqueeze(-1), bias_vl, bias)
-    ids = torch.sort(scores.detach() + bias, dim=-1, descending=True, stable=True).indices[:, :top_k]
+    ids = torch.sort(scores.detach() + bias, dim=-1, descending=True, stable=True).indices[:, :top_k].contiguous()
     chosen = scores.gather(1, ids).to(accumulate)
     weights = chosen / (chosen.sum(-1, keepdim=True) + 1e-20) * scaling
     return ids, weights.float()

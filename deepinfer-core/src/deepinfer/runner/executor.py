@@ -52,7 +52,9 @@ class LocalExecutor:
 
     def close(self) -> None:
         """Give weights and caches back. Idempotent."""
-        self.worker = None
+        worker, self.worker = self.worker, None
+        if worker is not None:
+            worker.close()
 
 
 def create_executor(

@@ -7,6 +7,7 @@ weights are read and memory is taken.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -72,6 +73,11 @@ class Worker:
         """Run a step to its end; an op that raises is reported as OpError with its provider."""
         with op_failures(self.ops):
             return self.runner.run(batch)
+
+    def close(self) -> None:
+        """Write the trace of the ops, where one was asked for, to standard error."""
+        if self.ops.tracer is not None:
+            self.ops.tracer.write(sys.stderr)
 
 
 def read_truncation(config: EngineConfig, model_config: ModelConfig) -> Truncation:

@@ -1,7 +1,7 @@
-"""What crosses the sampler's door: `SamplingBatch` in, `PendingRows` on the device, `SampledRows` back on the host.
+"""What crosses the sampler's door: `SamplingBatch` in, `SampledRows` out.
 
-The engine fills the first and reads the last; the runner may hand `PendingRows.token_ids` to the next step before
-anybody waits. Plain data, no choices made here.
+The engine fills the first and reads the last. Plain host data; nothing here imports torch, so that an engine can be
+described before a backend has set up the process torch will run in.
 """
 
 from __future__ import annotations
@@ -10,24 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
-from deepinfer.reference.sampling import (
-    LOGPROB_FLOOR,
-    STATUS_EMPTY,
-    STATUS_INF,
-    STATUS_MASKED,
-    STATUS_NAN,
-    STATUS_OK,
-)
 from deepinfer.sampling_params import SamplingParams
-
-_STATUS_TEXT = {
-    STATUS_NAN: "non-finite logits: NaN",
-    STATUS_INF: "non-finite logits: +inf",
-    STATUS_EMPTY: "non-finite logits: no finite value",
-    STATUS_MASKED: "no token is allowed by the masks",
-}
 
 
 @dataclass(slots=True)
@@ -109,43 +93,3 @@ class SampledRows:
     top_logprobs: np.ndarray | None
     sum_smaller: np.ndarray | None
     error: list[str | None]
-
-
-@dataclass(slots=True)
-class PendingRows:
-    """Rows whose sampling has been issued on the device; `result` waits for it.
-
-    token_ids  [R] int64 on the device, forced tokens already in place: the feedback of the next step
-    """
-
-    token_ids: torch.Tensor
-    logprobs: torch.Tensor
-    status: torch.Tensor
-    top: tuple[torch.Tensor, torch.Tensor] | None
-    sum_smaller: torch.Tensor | None
-    batch: SamplingBatch
-    vocab_size: int
-
-    def result(self) -> SampledRows:
-        """Copy to the host and put errors into words."""
-        error = self._errors(self.status.cpu().numpy())
-        failed = np.array([text is not None for text in error], bool)
-        top_ids, top_logprobs = (None, None) if self.top is None else (t.cpu().numpy() for t in self.top)
-        return SampledRows(
-            token_ids=np.where(failed, -1, self.token_ids.cpu().numpy()),
-            logprobs=np.where(failed, np.float32(LOGPROB_FLOOR), self.logprobs.cpu().numpy()),
-            top_ids=top_ids,
-            top_logprobs=top_logprobs,
-            sum_smaller=None if self.sum_smaller is None else self.sum_smaller.cpu().numpy(),
-            error=error,
-        )
-
-    def _errors(self, status: np.ndarray) -> list[str | None]:
-        """One entry a row from its status code and its golden token."""
-        error: list[str | None] = [None] * len(status)
-        for row in np.flatnonzero(self.batch.golden >= self.vocab_size):
-            token, last = self.batch.golden[row], self.vocab_size - 1
-            error[row] = f"golden_token_ids: {token} is outside the vocabulary, ids are 0 .. {last}"
-        for row in np.flatnonzero(status != STATUS_OK):
-            error[row] = f"{_STATUS_TEXT[int(status[row])]}; no token for position {self.batch.position[row]}"
-        return error

@@ -15,7 +15,8 @@ import torch
 
 from deepinfer.errors import ConfigError
 from deepinfer.sample.banned import check_ids, parse_blacklist
-from deepinfer.sample.rows import PendingRows, SampledRows, SamplingBatch
+from deepinfer.sample.pending import PendingRows
+from deepinfer.sample.rows import SampledRows, SamplingBatch
 from deepinfer.sampling_params import GREEDY_TEMPERATURE
 
 __all__ = ["PendingRows", "SampledRows", "Sampler", "SamplingBatch"]

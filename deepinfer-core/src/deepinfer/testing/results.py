@@ -75,6 +75,16 @@ def plain(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 
 
+def nearest(candidates: Iterable[Worst | None]) -> Worst | None:
+    """The worst element that came nearest to its bound."""
+
+    def share(worst: Worst) -> float:
+        bound = worst.get("bound") or 0.0
+        return worst.get("error", 0.0) / bound if bound else 0.0
+
+    return max((worst for worst in candidates if worst is not None), key=share, default=None)
+
+
 class Skip(Exception):  # noqa: N818  not an error
     """Raised inside a case that cannot run here; the message is the reason."""
 

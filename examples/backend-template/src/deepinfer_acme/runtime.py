@@ -8,15 +8,29 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from deepinfer.hooks import provides
+import torch
+
+from deepinfer.hooks import BackendError, provides
 from deepinfer.hooks.devices.facts import DeviceProperties
 from deepinfer.hooks.ops import RuntimeOps
 
 DEVICE_NAME = "Acme emulator in host memory"
+DEVICES = 8
+"""Devices of one host; a real backend counts what is there."""
 
 
 class AcmeRuntime(RuntimeOps):
     """Everything is finished when a call returns: streams, events and graphs are core's synchronous ones."""
+
+    @provides(version=1)
+    def select(self, index: int) -> torch.device:
+        """All emulated devices share the host's memory, so they are one `torch.device`."""
+        if not 0 <= index < DEVICES:
+            raise BackendError(
+                f"rank {index} of this host has no Acme device of its own: found {DEVICES}, numbered from 0.\n"
+                f"  Start at most {DEVICES} ranks on this host"
+            )
+        return super().select(index)
 
     @provides(version=1)
     def properties(self) -> DeviceProperties:

@@ -324,10 +324,13 @@ class AttentionOps(OpGroup):
     def encoder(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
         """Bidirectional attention inside each segment (image patches).
 
-        q, k, v  [N, heads, d] activation dtype; starts [S + 1] int64 ascending segment bounds (host or device)
+        q, k, v  [N, heads, d] activation dtype; starts [S + 1] int64 ascending segment bounds (host or device), 0 .. N
         returns  [N, heads, d] activation dtype, softmax in float32, scale d^-0.5
+        raises   ValueError if the segments do not cover the rows
         """
         bounds = starts.tolist()
+        if bounds[0] != 0 or bounds[-1] != q.shape[0]:
+            raise ValueError(f"segments reach from {bounds[0]} to {bounds[-1]}, expected 0 to the {q.shape[0]} rows of q")
         parts = [
             reference.attend_segment(q[a:b], k[a:b], v[a:b], self.numerics.accumulate_dtype)
             for a, b in zip(bounds[:-1], bounds[1:], strict=True)

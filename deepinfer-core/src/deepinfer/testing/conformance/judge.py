@@ -32,7 +32,7 @@ def observed(info: OpInfo, ctx: SampleContext, args: Args, result: Any) -> dict[
     """What is compared of a result, by name: tensors on the host, anything else as it is."""
     with torch.no_grad():
         seen = info.observe(ctx, args, result)
-        parts = named(seen, info.outputs) if seen is result and not info.opaque else {"out": seen}
+        parts = seen if isinstance(seen, dict) else named(seen, info.outputs) if seen is result else {"out": seen}
         leaves = {name: dense(leaf) for part, value in parts.items() for name, leaf in values(value, part)}
     return {name: leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf for name, leaf in leaves.items()}
 
@@ -41,11 +41,6 @@ def outcome(info: OpInfo, ctx: SampleContext, sample: Sample) -> dict[str, Any]:
     """`observed` of one call with fresh operands."""
     args = sample.fresh()
     return observed(info, ctx, args, run_op(info, ctx, args))
-
-
-def expected(info: OpInfo, trio: Trio, working: Sample, ideal: Sample) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What both reference runs give."""
-    return outcome(info, trio.working, working), outcome(info, trio.ideal, ideal)
 
 
 def judge(info: OpInfo, found: dict[str, Any], working: dict[str, Any], ideal: dict[str, Any]) -> Worst | None:

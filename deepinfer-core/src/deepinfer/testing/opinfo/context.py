@@ -122,7 +122,7 @@ class SampleContext:
 
     def weight(self, label: str, out: int, width: int, kind: str, scale: float = 0.05) -> Weight:
         """A dense weight [out, width] as a checkpoint stores it."""
-        return self._place(stored(self.normal(label, out, width, scale=scale), kind))
+        return self.place(stored(self.normal(label, out, width, scale=scale), kind))
 
     def dense(self, label: str, out: int, width: int, kind: str, scale: float = 0.05) -> Any:
         """A prepared dense weight."""
@@ -130,13 +130,14 @@ class SampleContext:
 
     def expert_weight(self, label: str, experts: int, out: int, width: int, kind: str = "mxfp4_row32") -> Weight:
         """Stacked experts [experts, out, width] as a checkpoint stores them."""
-        return self._place(stored(self.normal(label, experts, out, width, scale=0.05), kind))
+        return self.place(stored(self.normal(label, experts, out, width, scale=0.05), kind))
 
     def experts(self, label: str, experts: int, out: int, width: int, kind: str = "mxfp4_row32") -> Any:
         """Prepared experts."""
         return self.ops.gemm.prepare_expert_weight(self.expert_weight(label, experts, out, width, kind))
 
-    def _place(self, weight: Weight) -> Weight:
+    def place(self, weight: Weight) -> Weight:
+        """A weight as stored, on the table's device."""
         scales = None if weight.scales is None else self.put(weight.scales)
         return Weight(self.put(weight.values), scales, weight.format)
 

@@ -133,6 +133,7 @@ class OpInfo:
     judges      {part or tensor: rule} where it is not `compare.close` for floats, `compare.equal` for the rest
     judge_all   rule for the whole result instead, yielding (tensor, verdict)
     opaque      the result is private to its provider: nothing but `observe` looks at it
+    by_row      which of the observed tensors have a row for each row of a batch; None: all
     changes     operands that the op may change, by parameter name
     aliases     parts of the result that may be an operand itself, as the contract says
     wider       tensors that a provider may return in bfloat16 instead of float32
@@ -149,6 +150,7 @@ class OpInfo:
     judges: Mapping[str, Judge] = field(default_factory=dict)
     judge_all: Callable[[Tensors, Tensors, Tensors], Iterator[tuple[str, Verdict]]] | None = None
     opaque: bool = False
+    by_row: tuple[str, ...] | None = None
     changes: frozenset[str] = frozenset()
     aliases: frozenset[str] = frozenset()
     wider: frozenset[str] = frozenset()

@@ -20,6 +20,10 @@ _LEAVES = (str, bytes, int, float, bool, type(None), type, ModuleType, FunctionT
            torch.device, OpTable)  # fmt: skip
 
 
+COPY_LIMIT = 1 << 30
+"""Bytes of the largest tensor that is copied to see whether an op changes it."""
+
+
 def children(value: Any) -> Iterator[tuple[str, Any]]:
     """(name, part) of a compound value; nothing for a leaf."""
     if isinstance(value, _LEAVES + (torch.Tensor, np.ndarray)):
@@ -85,15 +89,15 @@ def dense(leaf: Any) -> Any:
 
 
 def snapshot(value: Any) -> dict[str, torch.Tensor]:
-    """Copies of every tensor in a nest."""
-    return {name: tensor.detach().clone() for name, tensor in tensors(value)}
+    """Copies of every tensor in a nest, those of more than `COPY_LIMIT` bytes left out."""
+    return {name: tensor.detach().clone() for name, tensor in tensors(value) if tensor.nbytes <= COPY_LIMIT}
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal shape, dtype and bytes, so that NaN equals NaN and 0 differs from -0."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    x, y = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+    x, y = (t.detach().reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8) for t in (a, b))
     return bool(torch.equal(x, y))
 
 

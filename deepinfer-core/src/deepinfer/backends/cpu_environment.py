@@ -1,0 +1,15 @@
+"""Variables the `cpu` backend wants in the process before torch is imported. Imports nothing but the standard library."""
+
+from __future__ import annotations
+
+import sys
+
+
+def environment() -> dict[str, str]:
+    """Let threads that wait for each other sleep instead of spin.
+
+    torch's OpenMP threads spin at the end of every parallel loop. When anything else wants one of the cores, the spinning
+    thread takes the time that the thread it waits for needs: prefill was 5 to 7 times slower on two shared cores
+    (docs/performance.md). Too late once torch is there.
+    """
+    return {} if "torch" in sys.modules else {"OMP_WAIT_POLICY": "PASSIVE"}

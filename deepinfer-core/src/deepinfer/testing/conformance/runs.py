@@ -1,0 +1,259 @@
+"""A whole engine on a small random checkpoint, run over fixed texts: what level 4, bisection and `against` compare.
+
+Texts are *forced*: every generated token is given, so that two engines see equal inputs whatever they would have said,
+and the log-probabilities of every prompt token and of the whole vocabulary after it can be compared. Two checkpoints:
+in `micro` rows select a few entries of many, which amplifies rounding; in `calm` they select all of them, so that
+rounding stays small and comparisons are sharp.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from deepinfer.config import EngineConfig
+from deepinfer.entrypoints.build import build_engine
+from deepinfer.entrypoints.llm import LLM
+from deepinfer.hooks import LoadedBackend
+from deepinfer.hooks.trace import Wrapper
+from deepinfer.models.deepseek_v41.config import ModelConfig
+from deepinfer.sampling_params import SamplingParams
+from deepinfer.testing.checkpoint import write_checkpoint
+from deepinfer.testing.results import Failure, Worst
+
+MICRO, CALM = "micro", "calm"
+
+CALM_OVERRIDES = {"index_topk": 512, "candidate_topk_blocks": 64}
+"""What `calm` changes in `micro`: every entry of a context up to 512 is selected."""
+
+MAX_LENGTH = 512
+"""Longest text, prompt and generated tokens together."""
+
+SEQUENCES = 4
+
+FACTOR = 3.0
+"""How many times the reference's own rounding noise a whole model may deviate, in the mean and at most."""
+
+FLOOR = 1e-3
+"""Deviation in nats that always passes."""
+
+IMPOSSIBLE = -1e3
+"""Log-probabilities below are the floor of banned tokens."""
+
+
+def configuration(name: str) -> ModelConfig:
+    """One of the two configurations."""
+    config = ModelConfig.builtin(MICRO)
+    if name == MICRO:
+        return config
+    raw = copy.deepcopy(dict(config.raw))
+    raw["text_config"].update(CALM_OVERRIDES)
+    return ModelConfig.from_dict(raw)
+
+
+class Checkpoints:
+    """Writes each checkpoint once, into a folder that goes when this object does."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._seed = seed
+        self._folder = tempfile.TemporaryDirectory(prefix="deepinfer-conformance-")
+
+    def path(self, name: str) -> Path:
+        """Directory of a checkpoint."""
+        place = Path(self._folder.name) / name
+        return place if place.exists() else write_checkpoint(configuration(name), place, self._seed)
+
+
+@dataclass(frozen=True)
+class Script:
+    """Prompts and, for each, the tokens that are forced after it."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    forced: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def make(cls, lengths: Sequence[int], tokens: int, vocabulary: int, seed: int) -> Script:
+        """Random prompts of these lengths, and random tokens after them."""
+        draw = random.Random(seed)
+
+        def text(count: int) -> tuple[int, ...]:
+            return tuple(draw.randrange(3, vocabulary - 20) for _ in range(count))
+
+        return cls(tuple((0, *text(n - 1)) for n in lengths), tuple(text(tokens) for _ in lengths))
+
+
+@dataclass(frozen=True)
+class Forced:
+    """Log-probabilities of a forced run, one array a prompt.
+
+    prompt   [n - 1]  of prompt token i + 1 after the tokens before it; None where the engine computes none
+    decode   [tokens, V]  of every token after the prompt and the forced tokens so far
+    preempted  how often a sequence lost its cache and was computed again
+    """
+
+    prompt: list[np.ndarray] | None
+    decode: list[np.ndarray]
+    preempted: int = field(default=0, compare=False)
+
+
+@contextmanager
+def engine(
+    model: str | Path, loaded: LoadedBackend, wrappers: Sequence[Wrapper] = (), **arguments: Any
+) -> Iterator[LLM]:
+    """An engine on an opened backend. arguments: of `EngineConfig`, settings included."""
+    defaults = {"max_num_seqs": SEQUENCES, "max_model_len": MAX_LENGTH, "num_kv_blocks": SEQUENCES * MAX_LENGTH // 128}
+    config = EngineConfig.create(model=str(model), **defaults | arguments)
+    with LLM.from_engine(*build_engine(config, loaded, wrappers)) as llm:
+        yield llm
+
+
+def forced(llm: LLM, script: Script, score_prompts: bool = True) -> Forced:
+    """Run a script; Failure if a request fails."""
+    vocabulary = 1000
+    params = [
+        SamplingParams(
+            temperature=1.0, max_tokens=len(tokens), ignore_eos=True, golden_token_ids=tokens, seq_seed=1,
+            prompt_logprobs=score_prompts, top_logprobs=vocabulary,
+        )
+        for tokens in script.forced
+    ]  # fmt: skip
+    outputs = _generate(llm, script.prompts, params)
+    prompt = [np.array(output.prompt_logprobs[1:]) for output in outputs] if score_prompts else None
+    decode = [np.stack([_dense(top) for top in output.top_logprobs]) for output in outputs]
+    return Forced(prompt, decode, sum(output.metrics.num_preemptions for output in outputs))
+
+
+def _dense(top: Any) -> np.ndarray:
+    """Log-probabilities [V] by token id; token ids that are not listed have none."""
+    values = np.full(int(top.ids.max()) + 1, -np.inf)
+    values[top.ids] = top.logprobs
+    return values
+
+
+def _generate(llm: LLM, prompts: Sequence[Sequence[int]], params: Any) -> list[Any]:
+    ids = [list(prompt) for prompt in prompts]
+    outputs = llm.generate(prompt_token_ids=ids, sampling_params=params, use_tqdm=False)
+    errors = [f"prompt {o.index}: {o.error}" for o in outputs if o.error is not None]
+    if errors:
+        raise Failure("requests failed: " + "; ".join(errors))
+    return outputs
+
+
+def greedy(llm: LLM, prompts: Sequence[Sequence[int]], tokens: int) -> list[tuple[int, ...]]:
+    """Greedy tokens after every prompt."""
+    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    return [tuple(output.token_ids) for output in _generate(llm, prompts, params)]
+
+
+def sampled(llm: LLM, prompts: Sequence[Sequence[int]], tokens: int) -> list[tuple[int, ...]]:
+    """Tokens drawn with a seed of each prompt's own."""
+    params = [
+        SamplingParams(temperature=0.8, top_p=0.95, top_k=50, max_tokens=tokens, ignore_eos=True, seq_seed=seed)
+        for seed in range(len(prompts))
+    ]
+    return [tuple(output.token_ids) for output in _generate(llm, prompts, params)]
+
+
+# --- comparing -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Deviation of the working reference from the order-free one, in nats: what rounding alone does to this model.
+
+    mean     root mean square over all log-probabilities;  largest  of any of them
+    """
+
+    mean: float
+    largest: float
+
+    @classmethod
+    def between(cls, working: Forced, ideal: Forced) -> Noise:
+        """The noise of a pair of reference runs."""
+        deviations = np.concatenate([np.abs(d).ravel() for _, d in _differences(working, ideal)])
+        return cls(float(np.sqrt((deviations**2).mean())), float(deviations.max()))
+
+
+def hold(found: Forced, expected: Forced, noise: Noise) -> Worst:
+    """Raise Failure unless two runs deviate by `FACTOR` times the noise at most, each prompt in the mean and everywhere.
+
+    Returns the largest deviation of all.
+    """
+    mean, largest = FACTOR * noise.mean + FLOOR, FACTOR * noise.largest + FLOOR
+    worst: dict[str, Any] = {"error": -1.0}
+    for where, difference in _differences(found, expected):
+        size = np.abs(difference)
+        place = np.unravel_index(int(size.argmax()), size.shape)
+        if not np.isfinite(difference).all():
+            raise Failure(f"{where} has log-probabilities that are no numbers, or bans other tokens")
+        root = float(np.sqrt((size**2).mean()))
+        if size[place] > worst["error"]:
+            a, b = _values(found, expected, where, place)
+            index = [where, *(int(i) for i in place)]
+            worst = {"error": float(size[place]), "bound": largest, "index": index, "found": a, "expected": b}
+        if root > mean:
+            raise Failure(f"{where} deviates by {root:.3g} nats in the mean, allowed {mean:.3g}", worst)
+        if size[place] > largest:
+            raise Failure(f"{where} deviates by {size[place]:.3g} nats at {worst['index']}, allowed {largest:.3g}", worst)
+    return worst
+
+
+def same(found: Forced, expected: Forced) -> None:
+    """Raise Failure unless two runs are equal bit for bit."""
+    for where, difference in _differences(found, expected):
+        if np.any(difference != 0):
+            count = int(np.count_nonzero(difference))
+            largest = float(np.abs(difference).max())
+            raise Failure(f"{where}: {count} of {difference.size} log-probabilities differ, by up to {largest:.3g} nats")
+
+
+def _parts(run: Forced) -> dict[str, np.ndarray]:
+    parts = {f"generated tokens of prompt {i}": values for i, values in enumerate(run.decode)}
+    return parts | {f"prompt {i}": values for i, values in enumerate(run.prompt or ())}
+
+
+def _differences(found: Forced, expected: Forced) -> Iterator[tuple[str, np.ndarray]]:
+    """(part, differences) of what both runs have; a token banned in both differs by 0, in one of them by infinity."""
+    theirs = _parts(expected)
+    for where, values in _parts(found).items():
+        if where in theirs:
+            a, b = values, theirs[where]
+            banned = (a < IMPOSSIBLE).astype(int) + (b < IMPOSSIBLE)
+            yield where, np.where(banned == 2, 0.0, np.where(banned == 1, np.inf, a - b))
+
+
+def _values(found: Forced, expected: Forced, where: str, place: tuple[Any, ...]) -> tuple[float, float]:
+    return float(_parts(found)[where][place]), float(_parts(expected)[where][place])
+
+
+def hold_tokens(
+    found: Sequence[Sequence[int]], expected: Sequence[Sequence[int]], logprobs: Forced, noise: Noise
+) -> str:
+    """Raise Failure unless greedy tokens are equal up to the first one that is a tie for the reference.
+
+    logprobs  the reference's, forced along `expected`
+    Returns how many tokens were equal.
+    """
+    tie, equal = 2 * (FACTOR * noise.mean + FLOOR), 0
+    for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        first = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), len(theirs))
+        equal += first
+        if first == len(theirs):
+            continue
+        row = logprobs.decode[number][first]
+        gap = float(row[theirs[first]] - row[ours[first]])
+        if gap > tie:
+            raise Failure(
+                f"prompt {number}, token {first}: {ours[first]}, expected {theirs[first]}, which the reference prefers by "
+                f"{gap:.3g} nats; up to {tie:.3g} would be a tie",
+                {"error": gap, "bound": tie, "index": [number, first], "found": ours[first], "expected": theirs[first]},
+            )
+    return f"{equal} of {sum(map(len, expected))} tokens equal, the others after a tie"
