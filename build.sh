@@ -191,7 +191,7 @@ demo() {
 case "${1:-}" in
   "") prepare run; say "done. Next: ./build.sh demo, or $prefix/bin/deepinfer --help" ;;
   demo) shift; prepare run; demo "$@" ;;
-  test) shift; prepare test; cd "$root"; exec "$python" -m pytest "$@" ;;
+  test) shift; prepare test; cd "$root"; exec "$python" -m pytest --numprocesses auto --dist loadfile "$@" ;;
   -h | --help | help) usage ;;
   *) usage >&2; die "unknown command: $1" ;;
 esac

@@ -18,8 +18,9 @@ for _name in [name for name in os.environ if name.startswith("DEEPINFER_")]:
 os.environ["DEEPINFER_ACCELERATOR"] = "cpu"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the cpu backend sets it
-os.environ.setdefault("OMP_NUM_THREADS", str(min(4, os.cpu_count() or 1)))
+os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # as the cpu backend sets it
+_threads = 1 if "PYTEST_XDIST_WORKER" in os.environ else min(4, os.cpu_count() or 1)  # one process a core, or all in one
+os.environ.setdefault("OMP_NUM_THREADS", str(_threads))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -34,7 +34,7 @@ from deepinfer.environ import Settings
 from deepinfer.errors import DeepInferError
 from deepinfer.models.deepseek_v41.config import ModelConfig
 from deepinfer.runner.inputs import CacheCapacity, StepBatch, StepResult
-from deepinfer.sample.sampler import SampledRows
+from deepinfer.sample.rows import SampledRows
 
 SECTIONS = ("prefill", "decode", "scheduler", "memory", "loader")
 SMALLEST_TOKEN, PLACEHOLDERS = 10, 20

@@ -206,7 +206,18 @@ def make_environment(folder: Path, home: Path, packages: Path, wheels: Sequence[
     venv.EnvBuilder(with_pip=False, symlinks=True).create(folder)
     made = Environment(folder, home)
     (made.site / "packages.pth").write_text(f"{packages}\n")
+    for distribution in metadata.distributions(path=[str(packages)]):
+        for entry in distribution.entry_points.select(group="console_scripts"):
+            write_script(made, entry)
     return made.install(*wheels) if wheels else made
+
+
+def write_script(environment: Environment, entry: metadata.EntryPoint) -> None:
+    """The command that pip would have written for an entry point of a linked distribution."""
+    path = environment.folder / "bin" / entry.name
+    lines = [f"#!{environment.python}", "import sys", f"from {entry.module} import {entry.attr}"]
+    path.write_text("\n".join([*lines, f"sys.exit({entry.attr}())", ""]))
+    path.chmod(0o755)
 
 
 @pytest.fixture(scope="session")

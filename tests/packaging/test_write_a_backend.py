@@ -1,7 +1,7 @@
 """`docs/write-a-backend.md`, done as it says in an environment that holds core's wheel and its test tools.
 
-Commands are the `sh` blocks; a `text` block after one is what it prints (`...` stands for anything, lines in between are
-left out). A comment before a block says what happens to a file:
+Commands are the `sh` blocks; a `text` block after one holds lines of what it prints, in order; `...` is anything. A
+comment before a block says what happens to a file, or how the command ends:
 
     file: PATH      the block is the whole file          append: PATH   the block goes to its end
     method: PATH    the block replaces the method        undo           the last change is taken back

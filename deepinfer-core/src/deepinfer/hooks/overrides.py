@@ -49,7 +49,7 @@ def _parse(text: str, ops: Sequence[str], providers: Sequence[str]) -> Override:
         raise OpBindingError(f"op override {text!r}: expected PATTERN=PROVIDER, e.g. 'attention.*=reference'")
     override = Override(pattern, provider)
     if not any(override.matches(op) for op in ops):
-        raise OpBindingError(f"op override {text!r}: {pattern!r} matches no op.{_similar_ops(pattern, ops)}")
+        raise OpBindingError(f"op override {text!r}: {pattern!r} matches no op.{similar_ops(pattern, ops)}")
     known = [*providers, REFERENCE]
     if provider not in known:
         close = difflib.get_close_matches(provider, known, n=1)
@@ -60,7 +60,8 @@ def _parse(text: str, ops: Sequence[str], providers: Sequence[str]) -> Override:
     return override
 
 
-def _similar_ops(pattern: str, ops: Sequence[str]) -> str:
+def similar_ops(pattern: str, ops: Sequence[str]) -> str:
+    """Names near a pattern that matches none of `ops`, as a sentence with a blank in front."""
     groups = sorted({op.partition(".")[0] for op in ops})
     close = difflib.get_close_matches(pattern, ops, n=3, cutoff=0.8)
     group = difflib.get_close_matches(pattern.partition(".")[0], groups, n=1)

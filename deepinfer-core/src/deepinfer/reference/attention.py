@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 
 # Band blocks are processed in groups that gather about this many key values, so that a group stays in a core's cache.
-_GATHER_VALUES = 2**19
+_GATHER_VALUES = 2**21
 
 
 def sink_softmax(logits: torch.Tensor, sink: torch.Tensor) -> torch.Tensor:

@@ -26,6 +26,9 @@ from typing import Any
 
 import torch
 
+_BLOCK_VALUES = 1 << 20
+"""Values that a quantizer works on at a time on a CPU."""
+
 GROUP = 32
 """Channels that share one power-of-two scale."""
 GROUP_E4M3_SCALE = 16
@@ -179,6 +182,18 @@ def _groups(x: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _fake_power_of_two(x: torch.Tensor, fmt: _Format, out_dtype: torch.dtype) -> torch.Tensor:
+    """x [..., K] rounded; large inputs in row blocks, so that the passes over a block stay in a cache."""
+    rows = x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
+    step = max(1, _BLOCK_VALUES // x.shape[-1])
+    if x.device.type != "cpu" or rows.shape[0] <= step:
+        return _fake_block(x, fmt, out_dtype)
+    out = torch.empty(rows.shape, dtype=out_dtype)
+    for first in range(0, rows.shape[0], step):
+        out[first : first + step] = _fake_block(rows[first : first + step], fmt, out_dtype)
+    return out.view(x.shape)
+
+
+def _fake_block(x: torch.Tensor, fmt: _Format, out_dtype: torch.dtype) -> torch.Tensor:
     groups = _groups(x, GROUP)
     magnitude = groups.view(torch.int32) & _MAGNITUDE
     floor = _scale_bits(magnitude.amax(-1, keepdim=True), fmt).add_(fmt.smallest << 23)

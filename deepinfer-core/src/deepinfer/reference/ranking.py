@@ -141,5 +141,5 @@ def smaller_mass(logprobs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         rows, chosen = logprobs[block], ids[block].unsqueeze(-1)
         own = rows.gather(-1, chosen)
         counted = (rows < own) | ((rows == own) & (column <= chosen))
-        out[block] = row_sum(rows.double().exp_().masked_fill_(~counted, 0)).float()
+        out[block] = row_sum(rows.to(torch.float64, copy=True).exp_().masked_fill_(~counted, 0)).float()
     return out

@@ -71,6 +71,8 @@ def process(
     logits: torch.Tensor, temperature: torch.Tensor, top_p: torch.Tensor | None, top_k: torch.Tensor | None
 ) -> torch.Tensor:
     """The processed distribution as log-probabilities. See `SamplingOps.process` for shapes and formulas."""
+    if (top_p is None) != (top_k is None):
+        raise ValueError("found one of top_p and top_k; give both, or neither where no row filters")
     out = torch.empty_like(logits)
     filtered = _filtered_rows(logits, temperature, top_p, top_k)
     for block in row_blocks(*logits.shape):
@@ -143,7 +145,7 @@ def draw(
     words = rng.random_words(seeds, positions, purpose, draft_index)
     ids = torch.empty_like(positions)
     for block in row_blocks(*logprobs.shape):
-        weights = logprobs[block].double().exp_().mul_(WEIGHT_SCALE).long()
+        weights = logprobs[block].to(torch.float64, copy=True).exp_().mul_(WEIGHT_SCALE).long()
         ids[block] = draw_weighted(weights, tuple(word[block] for word in words))
     # NaN compares false as well, so a row without a distribution gives -1 whatever its weights came out as
     return ids.masked_fill_(~(logprobs.amax(-1) > -torch.inf), -1)

@@ -95,8 +95,9 @@ def _reject(
     words = rng.random_words(seeds, positions, torch.where(proposed, rng.PURPOSE_RESIDUAL, rng.PURPOSE_TARGET))
     drawn, probability = torch.empty_like(drafts), torch.empty_like(seeds, dtype=torch.float32)
     for block in row_blocks(*target.shape):
-        covered = proposal[block].double().exp_().mul_(RESIDUAL_SHRINK).masked_fill_(~proposed[block].unsqueeze(-1), 0)
-        residual = (target[block].double().exp_() - covered).clamp_(min=0)
+        covered = proposal[block].to(torch.float64, copy=True).exp_().mul_(RESIDUAL_SHRINK)
+        covered.masked_fill_(~proposed[block].unsqueeze(-1), 0)
+        residual = (target[block].double().exp() - covered).clamp_(min=0)
         probability[block] = (1 - row_sum(residual)).clamp_(min=0).float()
         weights = (residual * WEIGHT_SCALE).long()
         empty = weights.sum(-1) == 0

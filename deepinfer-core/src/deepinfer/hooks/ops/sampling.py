@@ -67,6 +67,7 @@ class SamplingOps(OpGroup):
         temperature  [R] float32   0 = one-hot on the greedy token
         top_p        [R] float32   >= 1 = off         top_p and top_k are both given or both None (no row filters)
         top_k        [R] int64     < 1 or >= V = off
+        raises       ValueError if only one of them is given
         returns      [R, V] float32, -inf for tokens that cannot be drawn
 
             x = (logits - max) / temperature;  p = softmax(x)

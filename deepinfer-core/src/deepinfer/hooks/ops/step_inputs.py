@@ -110,5 +110,5 @@ class StepInputOps(OpGroup):
         return tuple(spans)
 
     def _tensor(self, values: np.ndarray) -> torch.Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64))
+        tensor = torch.from_numpy(np.array(values, dtype=np.int64))  # a copy: the caller goes on with its arrays
         return tensor.to(self.context.device, non_blocking=True)

@@ -27,8 +27,9 @@ LEVEL = 4
 
 Infos = Mapping[str, OpInfo]
 
-LENGTHS, TOKENS = (5, 37, 150, 300), 12
+LENGTHS, TOKENS = (5, 37, 150, 260), 12
 QUICK_LENGTHS, QUICK_TOKENS = (5, 37, 140), 6
+"""Prompt lengths below and above the window, the paged block of 128 tokens, and a step."""
 
 
 def cases(subject: Subject, infos: Infos, quick: bool = False) -> Iterator[Case]:
@@ -72,13 +73,14 @@ class EngineBench:
         lengths, tokens = (QUICK_LENGTHS, QUICK_TOKENS) if quick else (LENGTHS, TOKENS)
         vocabulary = runs.configuration(CALM).text.vocab_size
         self.script = Script.make(lengths, tokens, vocabulary, subject.seed)
+        self.short_script = Script.make(QUICK_LENGTHS, QUICK_TOKENS, vocabulary, subject.seed)
         self.tokens = tokens
         self.reference = lru_cache(self._reference)
 
     def engine(self, checkpoint: str = CALM, **arguments: Any) -> AbstractContextManager[LLM]:
         """An engine of the subject."""
-        arguments.setdefault("op_overrides", self.subject.overrides)
-        return runs.engine(self.checkpoints.path(checkpoint), self.subject.loaded, **arguments)
+        subject, place = self.subject, self.checkpoints.path(checkpoint)
+        return runs.engine(place, subject.loaded, subject.context.settings, op_overrides=subject.overrides, **arguments)
 
     def _reference(self, checkpoint: str) -> tuple[Forced, Noise]:
         """The order-free reference's run, and the noise of the working one."""
@@ -112,10 +114,11 @@ class EngineBench:
         prompts = self.script.prompts
         with runs.engine(self.checkpoints.path(CALM), self.baseline, batch_invariant=True) as llm:
             expected = runs.greedy(llm, prompts, self.tokens)
-            along = runs.forced(llm, replace(self.script, forced=tuple(expected)), score_prompts=False)
+            script = replace(self.script, forced=tuple(expected))
+            reference = runs.forced(llm, script, score_prompts=False)
         with self.engine() as llm:
-            found = runs.greedy(llm, prompts, self.tokens)
-        return runs.hold_tokens(found, expected, along, self.noise)
+            chosen, along = runs.greedy(llm, prompts, self.tokens), runs.forced(llm, script, score_prompts=False)
+        return runs.hold_tokens(chosen, along, expected, reference, self.noise)
 
     # against itself
 
@@ -162,7 +165,7 @@ class EngineBench:
         made = []
         for arguments in ({}, {"max_num_batched_tokens": 48}, {"max_num_seqs": 1}):
             with self.engine(batch_invariant=True, **arguments) as llm:
-                made.append(runs.forced(llm, self.script))
+                made.append(runs.forced(llm, self.short_script))
         for other in made[1:]:
             runs.same(other, made[0])
         native = [name for name in self.subject.native if self._declares(name, "batch_invariant")]

@@ -7,6 +7,7 @@ behaviour that an op's record brings along. `run` is called by the kit's runner 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -50,30 +51,42 @@ def samples(info: OpInfo, trio: Trio, quick: bool) -> Iterator[CaseResult]:
 def compare_sample(info: OpInfo, trio: Trio, found: Sample, working: Sample, ideal: Sample) -> Worst | None:
     """Raise `Failure` if the subject's result on a sample breaks the contract."""
     try:
-        ctx, args, core_args = trio.found, found.fresh(), working.fresh()
+        core, references = _references(info, trio, working, ideal)
+        ctx, args = trio.found, found.fresh()
         before = _operands(info, ctx, args)
         with poisoned_memory():
             result = run_op(info, ctx, args)
         check_operands(before)
-        core = run_op(info, trio.working, core_args)
         if not info.opaque:
             check_result(info, ctx, args, result, core)
-        references = observed(info, trio.working, core_args, core), outcome(info, trio.ideal, ideal)
         return judge(info, observed(info, ctx, args, result), *references)
     except Failure as failure:
         raise Failure(f"{failure} [seed {trio.found.seed}]", failure.worst) from None
 
 
+def _references(info: OpInfo, trio: Trio, working: Sample, ideal: Sample) -> tuple[Any, tuple[dict[str, Any], ...]]:
+    """Core's own result, and what is compared of it and of the yardstick's; their operands are let go of at once."""
+    args = working.fresh()
+    core = run_op(info, trio.working, args)
+    seen = observed(info, trio.working, args, core)
+    del args
+    return core, (seen, outcome(info, trio.ideal, ideal))
+
+
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """New tensors of torch start as NaN, or as the largest integer, instead of as whatever was there."""
+    """New tensors of torch start as NaN, or as the largest integer, instead of as whatever was there.
+
+    Torch ties this to its deterministic mode, whose warnings about single ops are of no use here.
+    """
     enabled, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     companion: Any = torch.utils.deterministic
     fill = companion.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
     companion.fill_uninitialized_memory = True
     try:
-        yield
+        with warnings.catch_warnings(action="ignore"):
+            yield
     finally:
         torch.use_deterministic_algorithms(enabled, warn_only=warn)
         companion.fill_uninitialized_memory = fill

@@ -15,7 +15,7 @@ from deepinfer.testing.opinfo import indexer, split
 from deepinfer.testing.opinfo.cache import DECODE, EDGES, LONG, MIXED, ONE, SHORT, scene_sample
 from deepinfer.testing.opinfo.context import SampleContext, Trio, once
 from deepinfer.testing.opinfo.record import (
-    CANARY, PURE, REPEATABLE, Args, Check, ErrorSample, OpInfo, Sample, by_rows,
+    CANARY, PURE, REPEATABLE, Args, Check, ErrorSample, OpInfo, Sample, by_rows, by_sequences,
 )  # fmt: skip
 from deepinfer.testing.opinfo.steps import LAYER, SOURCES, Scene, contents
 from deepinfer.testing.opinfo.strategies import rows_and_seeds
@@ -166,31 +166,35 @@ def latent_flops(ctx: SampleContext, spans: Sequence[tuple[int, int]]) -> float:
     return 4.0 * sum(new for _, new in spans) * t.num_attention_heads * t.head_dim * keys
 
 
-def _scenes(make: Callable[..., Callable[[Scene], Args]], scenes: dict[str, Any]) -> Any:
+def _scenes(make: Callable[..., Callable[[Scene], Args]], scenes: dict[str, Any], chunked: bool = False) -> Any:
+    """Samples over scenes: selections of both ratios, none, empty ones, sharp and huge queries.
+
+    chunked  the op serves steps past the rings only, which a few short sequences of the scene are not
+    """
+
+    def sample(ctx: SampleContext, label: str, spans: Any, source: Source, kind: str = "plain", slow: bool = False) -> Sample:
+        t = ctx.traits
+        divisible = not chunked or min(new for _, new in spans) > t.ring - t.sliding_window + 1
+        flops = latent_flops(ctx, spans)
+        return scene_sample(ctx, label, spans, make(source, kind), slow, flops=flops, divisible=divisible)
+
     def samples(ctx: SampleContext) -> Iterator[Sample]:
         for number, (label, spans) in enumerate(scenes.items()):
-            source: Source = (2 - number % 2, ("some", "all")[number % 2])
-            yield scene_sample(ctx, label, spans, make(source), flops=latent_flops(ctx, spans))
+            yield sample(ctx, label, spans, (2 - number % 2, ("some", "all")[number % 2]))
         label, spans = next((label, spans) for label, spans in reversed(scenes.items()) if len(spans) > 1)
-        yield scene_sample(ctx, f"{label}, window only", spans, make((None, "")))
-        yield scene_sample(ctx, f"{label}, nothing selected", spans, make((1, "none")))
-        yield scene_sample(ctx, f"{label}, sharp", spans, make((None, ""), "sharp"))
-        yield scene_sample(ctx, f"{label}, huge queries", spans, make((2, "some"), "huge"))
-
-    return samples
-
-
-def _with_long(make: Callable[..., Callable[[Scene], Args]], scenes: dict[str, Any]) -> Any:
-    def samples(ctx: SampleContext) -> Iterator[Sample]:
-        yield from _scenes(make, scenes)(ctx)
-        yield scene_sample(ctx, "long", LONG, make((1, "all")), slow=True, flops=latent_flops(ctx, LONG))
+        yield sample(ctx, f"{label}, window only", spans, (None, ""))
+        yield sample(ctx, f"{label}, nothing selected", spans, (1, "none"))
+        yield sample(ctx, f"{label}, sharp", spans, (None, ""), "sharp")
+        yield sample(ctx, f"{label}, huge queries", spans, (2, "some"), "huge")
+        if PREFILL.items() <= scenes.items():
+            yield sample(ctx, "long", LONG, (1, "all"), slow=True)
 
     return samples
 
 
 def latent_samples(ctx: SampleContext) -> Iterator[Sample]:
     yield from _scenes(latent_args, SHORT)(ctx.at("in ring"))
-    for sample in _with_long(latent_args, PREFILL)(ctx.at("prefill")):
+    for sample in _scenes(latent_args, PREFILL)(ctx.at("prefill")):
         yield replace(sample, name=f"prefill {sample.name}")
 
 
@@ -292,16 +296,16 @@ def encoder(ctx: SampleContext, segments: Sequence[int], scale: float = 1.0, slo
     """segments: patches of every image."""
     heads = ctx.vision.num_attention_heads
     width = ctx.vision.hidden_size // heads
-    name = f"segments of {', '.join(map(str, segments)) or 'nothing'}{'' if scale == 1 else ', huge'}"
+    name = f"segments of {', '.join(map(str, segments))}{'' if scale == 1 else ', huge'}"
     ctx = ctx.at(name)
-    rows = sum(segments)
+    scales = {"q": scale, "k": 1.0, "v": 1.0}
 
-    def fresh() -> Args:
-        q, k, v = (ctx.activation(ctx.normal(n, rows, heads, width, scale=s)) for n, s in (("q", scale), ("k", 1), ("v", 1)))
-        starts = torch.tensor([0, *segments]).cumsum(0)
-        return q, k, v, starts
+    def take(order: Sequence[int]) -> Args:
+        parts = [[ctx.normal(f"{kind} {i}", segments[i], heads, width, scale=s) for i in order] for kind, s in scales.items()]
+        q, k, v = (ctx.activation(torch.cat(part)) for part in parts)
+        return q, k, v, torch.tensor([0, *(segments[i] for i in order)]).cumsum(0)
 
-    return Sample(name, fresh, slow, flops=4.0 * sum(n * n for n in segments) * heads * width)
+    return by_sequences(name, segments, take, slow, 4.0 * sum(n * n for n in segments) * heads * width)
 
 
 def encoder_samples(ctx: SampleContext) -> Iterator[Sample]:
@@ -323,20 +327,19 @@ def encoder_errors(ctx: SampleContext) -> Iterator[ErrorSample]:
                                                           torch.tensor([0, 3, 9])))  # fmt: skip
 
 
-CACHE = frozenset({"cache", "step"})
-"""Ops may keep what they derive of a step in its scratch memory."""
+CACHE = frozenset({"cache"})
 INFOS = (
-    OpInfo("attention.plan", plan_samples, observe=attend, opaque=True, changes=frozenset({"step"}),
+    OpInfo("attention.plan", plan_samples, observe=attend, opaque=True,
            properties=frozenset({REPEATABLE})),
     OpInfo("attention.rope", rope_samples, rope_errors,
            rows_and_seeds(lambda ctx, rows: rope(ctx, rows, (3, 128), rows % 2 == 1, rows % 3 == 1))),
     OpInfo("attention.latent", latent_samples, latent_errors, observe=with_window(3), by_row=("result",), changes=CACHE,
            properties=PURE | {CANARY},
-           checks=(Check("prompt cut anywhere", split_latent, level=2),
+           checks=(Check("prompt cut anywhere", split_latent, level=2, invariant=True),
                    Check("other blocks and slots", moved_latent, level=2))),
-    OpInfo("attention.cached", _scenes(cached_args, SHORT), changes=frozenset({"step"}), wider=frozenset({"out"})),
-    OpInfo("attention.chunk", _with_long(chunk_args, PREFILL), changes=frozenset({"step"}), wider=frozenset({"out"})),
+    OpInfo("attention.cached", _scenes(cached_args, SHORT), wider=frozenset({"out"})),
+    OpInfo("attention.chunk", _scenes(chunk_args, PREFILL, chunked=True), wider=frozenset({"out"})),
     *indexer.INFOS,
-    OpInfo("attention.draft", draft_samples, changes=frozenset({"step"})),
+    OpInfo("attention.draft", draft_samples),
     OpInfo("attention.encoder", encoder_samples, encoder_errors),
 )  # fmt: skip

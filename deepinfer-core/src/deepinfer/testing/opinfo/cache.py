@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,19 +27,24 @@ DECODE = ((0, 1), (5, 1), (23, 1), (150, 1))
 MIXED = ((0, 19), (7, 1), (140, 9), (3, 4))
 EDGES = ((127, 3), (128, 1), (120, 8), (13, 15))
 """Around the ends of blocks and rings."""
-LONG = ((0, 700), (1300, 90), (255, 1))
+LONG = ((0, 300), (1300, 40), (255, 1))
 
 Make = Callable[[Scene], Args]
 
 
 def scene_sample(
     ctx: SampleContext, label: str, spans: Sequence[tuple[int, int]], make: Make, slow: bool = False,
-    counts: Callable[[Scene], list[int]] | None = None, flops: float | None = None, **options: Any,
+    counts: Callable[[Scene], list[int]] | None = None, flops: float | None = None, divisible: bool = True, **options: Any,
 ) -> Sample:  # fmt: skip
-    """A sample of a scene's sequences. counts: rows of each sequence in the result; its new tokens by default."""
+    """A sample of a scene's sequences.
+
+    counts     rows of each sequence in the result; its new tokens by default
+    divisible  some of the sequences are legal operands, too
+    """
     scene = Scene.of(ctx.at(label), spans, **options)
     rows = [new for _, new in spans] if counts is None else counts(scene)
-    return by_sequences(label, rows, lambda order: make(scene.take(order)), slow, flops)
+    sample = by_sequences(label, rows, lambda order: make(scene.take(order)), slow, flops)
+    return sample if divisible else replace(sample, batch=None)
 
 
 def _samples(make: Make, counts: Callable[[Scene], list[int]] | None = None, scenes: dict[str, Any] | None = None) -> Any:
@@ -300,7 +306,7 @@ INFOS = (
     OpInfo("cache.load_index", load_index_samples, judges=EXACT),
     OpInfo("cache.compress", _samples(compress_args, entries_of, PAIRS), entry_errors(compress_args, 2),
            observe=left("state"), by_row=("result",), changes=CACHE, properties=IN_PLACE | PURE,
-           checks=(Check("split anywhere", split.compress, level=2),)),
+           checks=(Check("prompt cut anywhere", split.compress, level=2, invariant=True),)),
     OpInfo("cache.zero_slots", zero_samples, observe=left("window", "state"), judges=EXACT, changes=CACHE,
            properties=IN_PLACE),
     OpInfo("cache.clone_blocks", clone_samples("blocks"), observe=left("entries", "index"), judges=EXACT | FP4,

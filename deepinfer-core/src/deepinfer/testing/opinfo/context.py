@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +18,7 @@ from deepinfer.hooks import ModelTraits, Numerics, OpContext, OpTable, QuantTens
 from deepinfer.models.deepseek_v41.config import VisionConfig
 from deepinfer.reference import quant
 from deepinfer.testing import yardstick
-from deepinfer.testing.subject import Subject
+from deepinfer.testing.subject import IN_PROCESS, Subject
 
 T = TypeVar("T")
 
@@ -183,11 +183,12 @@ def once(make: Callable[[], T]) -> Callable[[], T]:
 
 @dataclass(frozen=True)
 class Trio:
-    """The three contexts of one comparison."""
+    """The three contexts of one comparison. `shared` holds what the checks of one run make once."""
 
     found: SampleContext
     working: SampleContext
     ideal: SampleContext
+    shared: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, subject: Subject, seed: int | None = None) -> Trio:
@@ -196,7 +197,9 @@ class Trio:
         seed = subject.seed if seed is None else seed
         working = SampleContext(yardstick.working_table(context), yardstick.working_context(context), vision, seed)
         ideal = SampleContext(yardstick.ideal_table(context), yardstick.ideal_context(context), vision, seed, ideal=True)
-        return cls(SampleContext(subject.ops, context, vision, seed, backend=subject.name), working, ideal)
+        installed = subject.loaded.providers[-1].distribution != IN_PROCESS
+        backend = subject.name if installed else None
+        return cls(SampleContext(subject.ops, context, vision, seed, backend=backend), working, ideal)
 
     @property
     def all(self) -> tuple[SampleContext, SampleContext, SampleContext]:
@@ -204,4 +207,4 @@ class Trio:
 
     def at(self, scope: str) -> Trio:
         """All three at a scope."""
-        return Trio(*(ctx.at(scope) for ctx in self.all))
+        return Trio(*(ctx.at(scope) for ctx in self.all), self.shared)

@@ -13,7 +13,9 @@ from deepinfer.testing.opinfo import split
 from deepinfer.testing.opinfo.cache import DECODE, MIXED, ONE, scene_sample
 from deepinfer.testing.opinfo.context import SampleContext, Trio, once
 from deepinfer.testing.opinfo.gemm import exactly
-from deepinfer.testing.opinfo.record import Args, Check, ErrorSample, OpInfo, Sample, Tensors, by_rows
+from deepinfer.testing.opinfo.record import (
+    BATCH_INVARIANT, PURE, Args, Check, ErrorSample, OpInfo, Sample, Tensors, by_rows,
+)  # fmt: skip
 from deepinfer.testing.opinfo.steps import SOURCES, Scene
 from deepinfer.testing.opinfo.strategies import rows_and_seeds
 
@@ -72,7 +74,7 @@ def scores_samples(ctx: SampleContext) -> Iterator[Sample]:
         for label, spans, span in (("one token", ((9, 1),), 0), ("decode", DECODE, 0), ("mixed", MIXED, 2),
                                    ("equal runs", EQUAL_RUNS, 0), ("nothing yet", ONE, 0)):  # fmt: skip
             yield scene_sample(ctx, f"{label}, ratio {ratio}", spans, scores_args(ratio, span))
-    yield scene_sample(ctx, "long", ((1300, 90),), scores_args(1, 0), slow=True)
+    yield scene_sample(ctx, "long", ((1300, 40),), scores_args(1, 0), slow=True)
 
 
 def visible_scores(ctx: SampleContext, args: Args, result: torch.Tensor) -> torch.Tensor:
@@ -192,7 +194,7 @@ def select_samples(ctx: SampleContext) -> Iterator[Sample]:
     yield scene_sample(ctx, "wide, makes candidates", WIDE, select_args(1, False, True))
     yield scene_sample(ctx, "few, makes candidates", DECODE, select_args(2, False, True))
     yield scene_sample(ctx, "wide, among candidates", WIDE, select_args(1, True, False))
-    yield scene_sample(ctx, "long", ((1300, 90),), select_args(1, False, True), slow=True)
+    yield scene_sample(ctx, "long", ((1300, 40),), select_args(1, False, True), slow=True)
 
 
 def chosen(ctx: SampleContext, args: Args, result: Any) -> dict[str, Any]:
@@ -280,14 +282,14 @@ def moved(trio: Trio) -> None:
         split.other_places(trio, run, ("index",), spans)
 
 
-STEP = frozenset({"step"})
 INFOS = (
     OpInfo("attention.select", select_samples, outputs=("selection", "candidates"), observe=chosen,
-           judge_all=judge_choice, by_row=("entries",), changes=STEP,
+           judge_all=judge_choice, by_row=("entries",),
            checks=(Check("other blocks", moved, level=2),)),
     OpInfo("attention.quantize_index", quantize_index_samples, strategy=rows_and_seeds(quantize_index),
            judges={"out": exactly}),
-    OpInfo("attention.index_scores", scores_samples, observe=visible_scores, by_row=(), changes=STEP),
+    OpInfo("attention.index_scores", scores_samples, observe=visible_scores,
+           properties=PURE - {BATCH_INVARIANT}),
     OpInfo("attention.candidate_blocks", block_samples, block_errors, observe=listed, by_row=("blocks",)),
     OpInfo("attention.top_entries", top_samples, top_errors,
            rows_and_seeds(lambda ctx, rows: choose(ctx, rows, 3 * rows + 5, ties=rows % 2 == 1))),

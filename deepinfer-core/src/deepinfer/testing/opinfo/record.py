@@ -98,14 +98,17 @@ class ErrorSample:
 class Check:
     """A test of behaviour that no comparison of single results shows.
 
-    run    raises `results.Failure` (or anything) if the subject breaks the contract, `results.Skip` where it cannot run
-    level  1 or 2
+    run        raises `results.Failure` (or anything) if the subject breaks the contract, `results.Skip` where it cannot
+               run
+    level      1 or 2
+    invariant  level 2 runs it in a batch-invariant run, too, where it compares bits
     """
 
     name: str
     run: Callable[[Trio], str | None]
     level: int = 1
     slow: bool = False
+    invariant: bool = False
 
 
 def no_samples(ctx: SampleContext) -> Iterable[Any]:
