@@ -141,7 +141,8 @@ def bind_ops(
     return context, ops
 
 
-def cache_bytes(ops: OpTable, utilization: float) -> int | None:
-    """Bytes the caches may take: the allowed share of the device's memory that is still free."""
+def cache_bytes(ops: OpTable, utilization: float) -> int:
+    """Bytes the caches may take: what the engine's share of the device leaves, and never more than that share of what
+    is free, because others may use the device too."""
     memory = ops.runtime.memory()
-    return max(0, int(memory.free - memory.total * (1 - utilization)))
+    return max(0, int(min(memory.total * utilization - memory.allocated, memory.free * utilization)))
