@@ -95,17 +95,26 @@ def needed(requirements: Iterable[str], extras: frozenset[str] = frozenset()) ->
 
 
 def closure(requirements: Iterable[Requirement]) -> dict[str, metadata.Distribution]:
-    """Installed distributions that satisfy `requirements` and, in turn, their own; {canonical name: distribution}."""
+    """Installed distributions that satisfy `requirements` and, in turn, their own; {canonical name: distribution}.
+
+    What a third party asks for without its being installed is left out: it was not needed so far.
+    """
     found: dict[str, metadata.Distribution] = {}
     seen: set[tuple[str, frozenset[str]]] = set()
-    waiting = list(requirements)
+    waiting = [(requirement, True) for requirement in requirements]
     while waiting:
-        requirement = waiting.pop()
+        requirement, ours = waiting.pop()
         key = (canonicalize_name(requirement.name), frozenset(requirement.extras))
-        if key not in seen:
-            seen.add(key)
+        if key in seen:
+            continue
+        seen.add(key)
+        try:
             found[key[0]] = metadata.distribution(requirement.name)
-            waiting += needed(found[key[0]].requires or (), key[1])
+        except metadata.PackageNotFoundError:
+            if ours:
+                raise
+            continue
+        waiting += [(requirement, False) for requirement in needed(found[key[0]].requires or (), key[1])]
     return found
 
 

@@ -66,6 +66,13 @@ def test_the_template_is_chosen_by_the_variable(installed, checkpoints):
     assert [answer[0] for answer in answers] == [answer[0] for answer in reference]
 
 
+def test_the_template_passes_conformance(installed):
+    """Without the tools that only tests need. The guide's test runs all levels on a renamed copy."""
+    result = installed.deepinfer("conformance", "--backend", "acme", "--level", "0,3", "--quick")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "acme passes" in result.stdout
+
+
 def test_unset_its_device_decides(installed, tmp_path):
     doctor = installed.deepinfer("doctor").stdout
     assert "an engine would run on cpu (no accelerator: acme found no device)" in doctor
@@ -162,6 +169,15 @@ def test_an_op_with_a_wrong_signature(broken):
         "  gemm.swiglu: parameters are (self, gate_up, clamp, row_weight=None), the contract has "
         "(self, gate_up, limit, row_weight=None)\n"
     )
+
+
+def test_a_backend_that_patches_torch(broken):
+    broken.edit(PLUGIN, "class AcmePlugin:", "torch.relu = torch.nn.functional.gelu\n\n\nclass AcmePlugin:")
+    result = broken.deepinfer("conformance", "--backend", "acme", "--level", "0")
+    assert result.returncode == 1, result.stderr
+    assert "changes nothing in torch, deepinfer and builtins" in result.stdout
+    assert "opening the backend changed what it does not own:" in result.stdout
+    assert "torch.relu was replaced" in result.stdout
 
 
 def test_the_original_distribution_beside_ours(broken, tmp_path, builder):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -33,6 +35,13 @@ def test_the_copy_has_the_new_name_in_every_place(tmp_path, monkeypatch, capsys)
     for name, text in texts.items():
         if name.endswith(".py"):
             compile(text, name, "exec")
+
+
+def test_it_imports_no_torch(tmp_path):
+    code = "import sys; from deepinfer.cli.main import main; main(sys.argv[1:]); print('torch' in sys.modules)"
+    command = [sys.executable, "-c", code, "new-backend", "mychip", "--dir", str(tmp_path / "made")]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.stdout.splitlines()[-1] == "False", result.stderr
 
 
 def test_the_name_acme_gives_the_template_itself(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,11 +15,14 @@ import pytest
 import torch
 
 from deepinfer.hooks import PLUGIN_API, BackendError, Numerics, build_ops
+from deepinfer.hooks.ops import contracts
 from deepinfer.reference import quant
-from deepinfer.testing.subject import load_plugin_object, make_subject
+from deepinfer.testing import load_plugin_object, make_subject
+from deepinfer.testing.conformance.expected import Expectations, read_expectations
 
 ROOT = Path(__file__).parents[2]
 TEMPLATE = ROOT / "examples" / "backend-template"
+OPS = [spec.name for contract in contracts() for spec in contract.op_specs.values()]
 CODECS = {
     "fp8": (quant.encode_q8, quant.decode_q8),
     "fp4": (quant.encode_q4e, quant.decode_q4e),
@@ -100,6 +104,13 @@ def test_native_ops_and_the_device_that_stands_for_it(acme):
     assert {made.ops.binding(name).layout for name in ("cache.store_window", "attention.cached")} == {"acme_planar_v1"}
 
 
+def test_the_readme_lists_every_native_op(acme):
+    table = (TEMPLATE / "README.md").read_text().partition("## What it serves")[2].partition("\n## ")[0]
+    native = [name for name in subject(acme).native if not name.startswith("cache.")]
+    assert not [name for name in native if f"`{name}`" not in table]
+    assert f"`cache.*` ({sum(name.startswith('cache.') for name in OPS)} ops)" in table
+
+
 def test_ranks_without_a_device_are_refused(acme):
     runtime = subject(acme).ops.runtime
     assert runtime.select(7) == torch.device("cpu")
@@ -168,6 +179,18 @@ def test_formats_decode_to_the_same_bits_as_core(acme, name, scale):
     for vectors in (x, x.bfloat16()):
         found = formats.decode(name, *formats.encode(name, vectors))
         assert torch.equal(found, decode(*encode(vectors)))
+
+
+def test_the_examples_in_conformance_toml_are_what_the_kit_reads(tmp_path):
+    text = (TEMPLATE / "conformance.toml").read_text()
+    assert read_expectations(TEMPLATE / "conformance.toml", OPS) == Expectations()
+    examples = re.findall(r"^# (\[\[.*|\w+ = .*)$", text, re.M)
+    top = [line for line in examples if line.startswith("op_allowlist")]  # a key of no table has to come first
+    (tmp_path / "examples.toml").write_text("\n".join(top + [line for line in examples if line not in top]))
+    read = read_expectations(tmp_path / "examples.toml", OPS)
+    assert read.xfails[0].op == "attention.cached"
+    assert read.allows("gemm.linear") and not read.allows("cache.allocate")
+    assert list(read.excluded) == [4]
 
 
 def test_versions_follow_core():

@@ -10,7 +10,8 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from deepinfer.cli.arguments import add_engine_arguments, add_sampling_arguments, engine_arguments, sampling_arguments
+from deepinfer.cli.arguments import add_engine_arguments, add_sampling_arguments, sampling_arguments
+from deepinfer.cli.dump import add_dump_arguments, open_llm
 from deepinfer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--keep-special-tokens", action="store_true", help="leave end-of-text and other special tokens in the texts")
     add_sampling_arguments(parser)
     add_engine_arguments(parser)
+    add_dump_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -49,10 +51,10 @@ def run(args: argparse.Namespace) -> int:
     params = sampling_arguments(args) | {"skip_special_tokens": not args.keep_special_tokens}
     if args.input is not None:
         return _run_batch(args, params)
-    from deepinfer import LLM, SamplingParams
+    from deepinfer import SamplingParams
 
     sampling = SamplingParams(**params)  # before the weights are loaded: a wrong flag should not cost minutes
-    with LLM(**engine_arguments(args)) as llm:
+    with open_llm(args) as llm:
         if args.stream:
             results: Iterable[RequestOutput] = llm.stream(prompts, sampling)
         else:
@@ -110,12 +112,12 @@ def result_as_dict(result: RequestOutput) -> dict[str, Any]:
 
 
 def _run_batch(args: argparse.Namespace, params: dict[str, Any]) -> int:
-    from deepinfer import LLM, SamplingParams
+    from deepinfer import SamplingParams
     from deepinfer.entrypoints.batch import run_batch
 
     SamplingParams(**params)
     lines = _read(args.input).splitlines()
-    with _opened(args.output) as out, LLM(**engine_arguments(args)) as llm:
+    with _opened(args.output) as out, open_llm(args) as llm:
         errors = run_batch(llm, lines, out, params)
     if errors:
         print(f"deepinfer: {errors} of the requests failed; their lines carry an error", file=sys.stderr)

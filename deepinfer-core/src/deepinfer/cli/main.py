@@ -25,6 +25,9 @@ COMMANDS = {
     "doctor": "what is installed, what works, what would fit in memory",
     "ops": "which implementation serves every operation, and why",
     "env": "every setting: type, default, value and where it comes from",
+    "conformance": "hold an installed backend to the reference",
+    "bisect": "name the op that makes a backend's output diverge",
+    "replay": "run a stored call of an op again, against the reference",
     "new-backend": "create a backend package from the template",
     "make-checkpoint": "write a small random checkpoint in the published format",
 }

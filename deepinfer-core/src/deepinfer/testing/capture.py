@@ -6,7 +6,8 @@ n-th call, or without n the first that fails: that raises, or returns a NaN. Two
 runs, so that they survive a kernel that takes the process down.
 
 Prepared weights are stored as the checkpoint's weights that they were made of, and prepared again by whoever replays;
-a step's `plan` is made anew for the same reason. Both keep the record readable for every provider.
+a step's `plan` is made anew for the same reason. A cache in a private layout is stored twice, as it is and as its reads
+show it. All this keeps the record readable for core's reference.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import functools
 import json
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +26,10 @@ import torch
 from safetensors.torch import save_file
 
 from deepinfer.errors import ConfigError
-from deepinfer.hooks import Binding, OpContext, StepInputs, Weight
+from deepinfer.hooks import Binding, KVCache, OpContext, OpTable, StepInputs, Weight
 from deepinfer.hooks.ops import contracts
+from deepinfer.reference.cache import Storage
+from deepinfer.testing.cache_view import CacheView
 from deepinfer.testing.codec import CodecError, Encoder, Json, state_of
 
 logger = logging.getLogger("deepinfer.testing")
@@ -58,16 +62,35 @@ class Target:
         return cls(name, int(number) if colon else None)
 
 
-class CallDumper:
-    """Stores one call of one op. `written` is the JSON file, None until there is one."""
+Wanted = Callable[["Record", Any], bool]
+"""Whether a call, with its result, is one to store."""
 
-    def __init__(self, target: str | Target, directory: str | Path) -> None:
+
+class CallDumper:
+    """Stores one call of one op. `written` is the JSON file, None until there is one.
+
+    wanted  decides about calls that are not named by number; None: those that return a NaN
+    """
+
+    def __init__(self, target: str | Target, directory: str | Path, wanted: Wanted | None = None) -> None:
         self.target = Target.parse(target) if isinstance(target, str) else target
         self.directory = Path(directory)
+        self._wanted = wanted or (lambda record, result: has_nan(result))
+        self._busy = False
         self.written: Path | None = None
         self.calls = 0
         self._prepared: dict[int, tuple[object, str, Weight]] = {}
         self._encoder = Encoder()
+        self._ops: OpTable | None = None
+        self._device = torch.device("cpu")
+
+    def outcome(self) -> str:
+        """What came of it, in words."""
+        if self.written is not None:
+            return f"stored in {self.written}"
+        if self.target.call is None:
+            return f"none of {self.calls} calls failed, nothing is stored; name one by its number, e.g. {self.target.op}:1"
+        return f"there were {self.calls} calls, nothing is stored"
 
     def wrap(self, binding: Binding, function: Callable[..., Any]) -> Callable[..., Any]:
         """Called by the binder for every op."""
@@ -88,6 +111,8 @@ class CallDumper:
     def _watching(self, binding: Binding, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def call(*operands: Any, **named: Any) -> Any:
+            if self._busy:  # reading a cache's contents goes through the ops of the same table
+                return function(*operands, **named)
             self.calls += 1
             if self.written is not None or self.target.call not in (None, self.calls):
                 return function(*operands, **named)
@@ -98,9 +123,10 @@ class CallDumper:
 
         return call
 
-    def _begin(self, binding: Binding, operands: tuple[Any, ...], named: dict[str, Any]) -> _Record | None:
+    def _begin(self, binding: Binding, operands: tuple[Any, ...], named: dict[str, Any]) -> Record | None:
         try:
-            record = _Record(self, binding, operands, named)
+            with self._looking():
+                record = Record(self, binding, operands, named)
         except CodecError as error:
             logger.warning("--dump-op %s: call %d is not stored: %s", self.target.op, self.calls, error)
             return None
@@ -108,45 +134,62 @@ class CallDumper:
             record.write()
         return record
 
-    def _run(self, record: _Record, function: Callable[..., Any], operands: Any, named: Any) -> Any:
+    def _run(self, record: Record, function: Callable[..., Any], operands: Any, named: Any) -> Any:
         try:
             result = function(*operands, **named)
         except Exception as error:
             record.error = f"{type(error).__name__}: {error}"
             self.written = record.write()
             raise
-        if self.target.call is not None or has_nan(result):
-            try:
-                record.add_result(result, (operands, named))
-            except CodecError as error:
-                logger.warning("--dump-op %s: the result is not stored: %s", self.target.op, error)
-            self.written = record.write()
+        with self._looking():
+            if self._keeps(record, result, (operands, named)):
+                self.written = record.write()
         return result
+
+    def _keeps(self, record: Record, result: Any, operands: tuple[Any, Any]) -> bool:
+        try:
+            record.add_result(result, operands)
+        except CodecError as error:
+            logger.warning("--dump-op %s: the result is not stored: %s", self.target.op, error)
+        return self.target.call is not None or self._wanted(record, result)
+
+    @contextmanager
+    def _looking(self) -> Iterator[None]:
+        self._busy = True
+        try:
+            yield
+        finally:
+            self._busy = False
 
     def stand_in(self, value: object) -> Json | None:
         """How values that only one provider can read are stored."""
         prepared = self._prepared.get(id(value))
         if prepared is not None:
             _, op, weight = prepared
-            return {"kind": "prepared", "op": op, "weight": self._encoder.encode(replace(weight))}
+            return {"kind": "prepared", "op": op, "weight": self._encoder.by_parts(weight)}
         if isinstance(value, StepInputs) and (value.scratch or value.plan is not None):
             bare = replace(value, scratch={}, plan=None)
-            return {"kind": "step", "planned": value.plan is not None, "step": self._encoder.encode(bare)}
+            return {"kind": "step", "planned": value.plan is not None, "step": self._encoder.by_parts(bare)}
+        if isinstance(value, KVCache) and not isinstance(value.storage, Storage) and self._ops is not None:
+            view = CacheView.read(self._ops, value, self._device)
+            return {"kind": "cache", "own": self._encoder.by_parts(value), "view": self._encoder.encode(view)}
         return None
 
-    def encoder(self) -> Encoder:
-        """A fresh encoder that knows what was prepared so far."""
+    def encoder(self, binding: Binding) -> Encoder:
+        """A fresh encoder for operands of a bound op; it knows what was prepared so far."""
+        group = binding.function.__self__  # type: ignore[attr-defined]  # bound methods of op groups only
+        self._ops, self._device = group.ops, group.context.device
         self._encoder = Encoder(self.stand_in)
         return self._encoder
 
 
-class _Record:
+class Record:
     """One call on its way to the files."""
 
     def __init__(self, dumper: CallDumper, binding: Binding, operands: tuple[Any, ...], named: dict[str, Any]) -> None:
         self.error: str | None = None
         self._dumper, self._binding, self._call = dumper, binding, dumper.calls
-        encoder = dumper.encoder()
+        encoder = dumper.encoder(binding)
         self._before = {"operands": encoder.encode(operands), "named": encoder.encode(named)}
         self._after: dict[str, Json] = {}
         self._tensors, self._starts = encoder.finish()
@@ -154,7 +197,7 @@ class _Record:
 
     def add_result(self, result: Any, operands: tuple[Any, Any]) -> None:
         """Store the result and the operands as the call left them; memory that did not change is not stored twice."""
-        encoder = self._dumper.encoder()
+        encoder = self._dumper.encoder(self._binding)
         after = encoder.encode(operands)  # first, so that memory gets the names it had before the call
         forms = {"operands_after": after, "result": encoder.encode(result)}
         tensors, starts = encoder.finish()
@@ -168,13 +211,20 @@ class _Record:
         known = self._tensors.get(key)
         return known is not None and self._starts[key] == start and torch.equal(known, tensor)
 
-    def write(self) -> Path:
-        """Write both files; returns the JSON one."""
-        dumper, spec, provider = self._dumper, self._binding.spec, self._binding.provider
-        dumper.directory.mkdir(parents=True, exist_ok=True)
-        path = dumper.directory / f"{spec.name}-call{self._call}.json"
-        encoder = Encoder()
-        record = {
+    @property
+    def path(self) -> Path:
+        """The JSON file."""
+        return self._dumper.directory / f"{self._binding.spec.name}-call{self._call}.json"
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What goes into the other file."""
+        return self._tensors
+
+    def head(self) -> dict[str, Json]:
+        """What goes into the JSON file."""
+        spec, provider, encoder = self._binding.spec, self._binding.provider, Encoder()
+        return {
             "format": FORMAT,
             "op": spec.name,
             "version": spec.version,
@@ -192,8 +242,13 @@ class _Record:
             **self._after,
             "starts": self._starts,
         }
+
+    def write(self) -> Path:
+        """Write both files; returns the JSON one."""
+        path = self.path
+        path.parent.mkdir(parents=True, exist_ok=True)
         save_file(self._tensors, path.with_suffix(".safetensors"))
-        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(self.head(), indent=1) + "\n", encoding="utf-8")
         return path
 
 

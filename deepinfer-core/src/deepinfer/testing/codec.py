@@ -70,9 +70,10 @@ class Encoder:
             return {"kind": "array", "tensor": self._tensor(torch.from_numpy(np.ascontiguousarray(value)))}
         if isinstance(value, np.generic):
             return self.encode(value.item())
-        return self._compound(value)
+        return self.by_parts(value)
 
-    def _compound(self, value: Any) -> Json:
+    def by_parts(self, value: Any) -> Json:
+        """`encode` for a compound value, without asking for a stand-in for the value itself."""
         if isinstance(value, (torch.dtype, torch.device)):
             return {"kind": type(value).__name__, "value": str(value).removeprefix("torch.")}
         if isinstance(value, (list, tuple)) and type(value) in (list, tuple):

@@ -16,6 +16,7 @@ from deepinfer.hooks import KVCache, QuantTensor
 from deepinfer.models.deepseek_v41.dspark import DSpark
 from deepinfer.models.deepseek_v41.hyper import Site, Streams
 from deepinfer.models.deepseek_v41.indexer import Shared
+from deepinfer.models.deepseek_v41.sizes import weight_bytes
 from deepinfer.testing import compare
 from deepinfer.testing.conformance.bench import Bench, Chunks, Side
 from deepinfer.testing.conformance.judge import accept
@@ -37,6 +38,9 @@ STEPS: tuple[Chunks, ...] = (
 
 ROWS = 40
 
+LARGEST = 1 << 30
+"""Bytes of weights up to which models are built."""
+
 CLEAR = 1e-3
 """Gap of routing scores from which a choice of experts counts as clear, where all sides route equal inputs."""
 
@@ -46,6 +50,10 @@ Parts = Mapping[str, torch.Tensor | QuantTensor]
 
 def cases(subject: Subject, infos: Infos, quick: bool = False) -> Iterator[Case]:
     """The cases of level 3; `infos` changes nothing. quick leaves the second of similar cases out."""
+    size = sum(weight_bytes(subject.config).values())
+    if size > LARGEST:
+        yield Case(LEVEL, None, "all blocks", lambda: _too_large(size))
+        return
     made: list[Bench] = []
 
     def on(name: str, body: Callable[[Bench], Worst | str | None]) -> Case:
@@ -71,6 +79,10 @@ def cases(subject: Subject, infos: Infos, quick: bool = False) -> Iterator[Case]
         yield on("engram, image rows", lambda bench: engram(bench, images=True))
     yield on("draft features and attention", draft_attention)
     yield on("draft head", draft_head)
+
+
+def _too_large(size: int) -> None:
+    raise Skip(f"the model's weights take {size / 1e9:.0f} GB, and this level makes them three times; use a small --model")
 
 
 def run(subject: Subject, infos: Infos, quick: bool = False) -> Iterator[CaseResult]:

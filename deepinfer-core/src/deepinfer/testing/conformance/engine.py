@@ -127,7 +127,8 @@ class EngineBench:
         if wavering:
             raise Skip(f"not declared deterministic: {', '.join(wavering)}")
         with self.engine() as llm:
-            runs.same(runs.forced(llm, self.script), self.plain)
+            for _ in range(2):  # in another engine, and once more in that one
+                runs.same(runs.forced(llm, self.script), self.plain)
 
     def _declares(self, op: str, flag: str) -> bool:
         from deepinfer.hooks.api import provides_of
@@ -152,7 +153,7 @@ class EngineBench:
 
     def preemption(self) -> Worst:
         """Prompts that fill their blocks, in a cache that cannot hold what they grow to."""
-        script = Script.make((124, 121, 118), 12, runs.configuration(CALM).text.vocab_size, self.subject.seed)
+        script = Script.make((126, 125, 124), 6, runs.configuration(CALM).text.vocab_size, self.subject.seed)
         with self.engine(max_num_seqs=3, max_model_len=256) as llm:
             roomy = runs.forced(llm, script, score_prompts=False)
         with self.engine(max_num_seqs=3, max_model_len=256, num_kv_blocks=3) as llm:

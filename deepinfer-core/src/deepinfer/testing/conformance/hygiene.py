@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from deepinfer.hooks import PLUGIN_API, OpGroup, discover
@@ -138,13 +139,21 @@ def ask(task: str, name: str, attempt: int = 0) -> dict[str, Any]:
     """Answer of a child process; `attempt` tells repeated questions apart."""
     command = [sys.executable, "-m", "deepinfer.testing.conformance.child", task, name]
     path = os.pathsep.join(part for part in sys.path if part)  # the child finds what this process finds
-    finished = subprocess.run(
-        command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path}, timeout=CHILD_SECONDS
-    )
+    environment = _initial_environment() | {"PYTHONPATH": path}
+    finished = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=CHILD_SECONDS)
     if finished.returncode != 0:
         last = "\n".join(finished.stderr.strip().splitlines()[-3:])
         raise Failure(f"a process that does it ended with code {finished.returncode}:\n{last}")
     return json.loads(finished.stdout.splitlines()[-1])
+
+
+def _initial_environment() -> dict[str, str]:
+    """Variables this process was started with: the backend is open here already, and may have changed them since."""
+    try:
+        pairs = Path("/proc/self/environ").read_bytes().split(b"\0")
+    except OSError:  # no such file system
+        return dict(os.environ)
+    return {os.fsdecode(name): os.fsdecode(value) for name, _, value in (pair.partition(b"=") for pair in pairs if pair)}
 
 
 def _quiet(answers: list[dict[str, Any]], what: str) -> str:

@@ -5,7 +5,7 @@ The core of levels 1 and 2: both call `run_op` and `judge`, which look at result
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -82,14 +82,12 @@ def _share(worst: Worst) -> float:
     return worst.get("error", 0.0) / bound if bound else 0.0
 
 
-def off_grid(info: OpInfo, result: Any, numerics: Any) -> Iterator[str]:
+def off_grid(parts: Mapping[str, Any]) -> Iterator[str]:
     """Quantized parts of a result that are not: quantizing them again would change them."""
-    if not numerics.quantize or info.opaque:
-        return
-    for name, leaf in values(result, ""):
+    for name, leaf in values(parts):
         if isinstance(leaf, QuantTensor):
             held = leaf.dequantize().detach().cpu()
             again = quant.fake_q8(held, held.dtype)
             verdict = compare.equal(again, held)
             if not verdict.ok:
-                yield f"{name or 'the result'} is not quantized: {verdict.detail} after quantizing again"
+                yield f"{name} is not quantized: {verdict.detail} after quantizing again"

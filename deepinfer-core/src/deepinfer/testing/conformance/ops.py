@@ -115,7 +115,7 @@ def check_result(info: OpInfo, ctx: SampleContext, args: Args, result: Any, core
     """Form and memory of a result; `core` is the reference's, for the form."""
     parts, wanted = named(result, info.outputs), named(core, info.outputs)
     check_form(info, ctx, parts, wanted)
-    for problem in off_grid(info, result, ctx.numerics):
+    for problem in off_grid(parts) if ctx.numerics.quantize else ():
         raise Failure(problem)
     owned = memory(args)
     for name, tensor in tensors(parts):

@@ -26,7 +26,7 @@ from deepinfer.environ import Settings
 from deepinfer.hooks import LoadedBackend
 from deepinfer.hooks.trace import Wrapper
 from deepinfer.models.deepseek_v41.config import ModelConfig
-from deepinfer.sampling_params import SamplingParams
+from deepinfer.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from deepinfer.testing.checkpoint import write_checkpoint
 from deepinfer.testing.results import Failure, Worst
 
@@ -75,10 +75,11 @@ class Checkpoints:
 
 @dataclass(frozen=True)
 class Script:
-    """Prompts and, for each, the tokens that are forced after it."""
+    """Prompts and, for each, the tokens that are forced after it. vocabulary: number of token ids."""
 
     prompts: tuple[tuple[int, ...], ...]
     forced: tuple[tuple[int, ...], ...]
+    vocabulary: int
 
     @classmethod
     def make(cls, lengths: Sequence[int], tokens: int, vocabulary: int, seed: int) -> Script:
@@ -88,7 +89,7 @@ class Script:
         def text(count: int) -> tuple[int, ...]:
             return tuple(draw.randrange(3, vocabulary - 20) for _ in range(count))
 
-        return cls(tuple((0, *text(n - 1)) for n in lengths), tuple(text(tokens) for _ in lengths))
+        return cls(tuple((0, *text(n - 1)) for n in lengths), tuple(text(tokens) for _ in lengths), vocabulary)
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,8 @@ class Forced:
     """Log-probabilities of a forced run, one array a prompt.
 
     prompt   [n - 1]  of prompt token i + 1 after the tokens before it; None where the engine computes none
-    decode   [tokens, V]  of every token after the prompt and the forced tokens so far
+    decode   [tokens, V]  of every token after the prompt and the forced tokens so far; [tokens, 1] of the forced ones
+             alone where the vocabulary is large
     preempted  how often a sequence lost its cache and was computed again
     """
 
@@ -126,23 +128,26 @@ def engine(
 
 def forced(llm: LLM, script: Script, score_prompts: bool = True) -> Forced:
     """Run a script; Failure if a request fails."""
-    vocabulary = 1000
+    everything = script.vocabulary <= MAX_TOP_LOGPROBS
     params = [
         SamplingParams(
             temperature=1.0, max_tokens=len(tokens), ignore_eos=True, golden_token_ids=tokens, seq_seed=1,
-            prompt_logprobs=score_prompts, top_logprobs=vocabulary,
+            prompt_logprobs=score_prompts, top_logprobs=script.vocabulary if everything else 0,
         )
         for tokens in script.forced
     ]  # fmt: skip
     outputs = _generate(llm, script.prompts, params)
     prompt = [np.array(output.prompt_logprobs[1:]) for output in outputs] if score_prompts else None
-    decode = [np.stack([_dense(top) for top in output.top_logprobs]) for output in outputs]
+    if everything:
+        decode = [np.stack([_dense(top, script.vocabulary) for top in output.top_logprobs]) for output in outputs]
+    else:
+        decode = [np.array(output.logprobs)[:, None] for output in outputs]
     return Forced(prompt, decode, sum(output.metrics.num_preemptions for output in outputs))
 
 
-def _dense(top: Any) -> np.ndarray:
-    """Log-probabilities [V] by token id; token ids that are not listed have none."""
-    values = np.full(int(top.ids.max()) + 1, -np.inf)
+def _dense(top: Any, vocabulary: int) -> np.ndarray:
+    """Log-probabilities [V] by token id."""
+    values = np.full(vocabulary, -np.inf)
     values[top.ids] = top.logprobs
     return values
 
@@ -191,12 +196,12 @@ class Noise:
         return cls(float(np.sqrt((deviations**2).mean())), float(deviations.max()))
 
 
-def hold(found: Forced, expected: Forced, noise: Noise) -> Worst:
-    """Raise Failure unless two runs deviate by `FACTOR` times the noise at most, each prompt in the mean and everywhere.
+def hold(found: Forced, expected: Forced, noise: Noise, factor: float = FACTOR) -> Worst:
+    """Raise Failure unless two runs deviate by `factor` times the noise at most, each prompt in the mean and everywhere.
 
     Returns the largest deviation of all.
     """
-    mean, largest = FACTOR * noise.mean + FLOOR, FACTOR * noise.largest + FLOOR
+    mean, largest = factor * noise.mean + FLOOR, factor * noise.largest + FLOOR
     worst: dict[str, Any] = {"error": -1.0}
     for where, difference in _differences(found, expected):
         size = np.abs(difference)

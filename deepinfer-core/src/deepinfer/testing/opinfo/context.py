@@ -78,6 +78,12 @@ class SampleContext:
         """Normal numbers, float32."""
         return torch.randn(*shape, generator=self.generator(label)) * scale
 
+    def uneven(self, label: str, rows: int, *shape: int) -> torch.Tensor:
+        """Normal numbers whose groups of 32 channels differ in size, so that each needs a scale of its own."""
+        groups = -(-shape[-1] // 32)
+        sizes = self.integers(f"{label} sizes", -2, 3, rows, *shape[:-1], groups).float().exp2()
+        return self.normal(label, rows, *shape) * sizes.repeat_interleave(32, -1)[..., : shape[-1]]
+
     def uniform(self, label: str, *shape: int) -> torch.Tensor:
         """Numbers in [0, 1), float32."""
         return torch.rand(*shape, generator=self.generator(label))
@@ -120,17 +126,17 @@ class SampleContext:
         codes, scales = quant.encode_q8(x.to(self.model_dtype))
         return ForeignQuant(self.put(codes), self.put(scales))
 
-    def weight(self, label: str, out: int, width: int, kind: str, scale: float = 0.05) -> Weight:
+    def weight(self, label: str, out: int, width: int, kind: str) -> Weight:
         """A dense weight [out, width] as a checkpoint stores it."""
-        return self.place(stored(self.normal(label, out, width, scale=scale), kind))
+        return self.place(random_weight(self.generator(label), (out, width), kind))
 
-    def dense(self, label: str, out: int, width: int, kind: str, scale: float = 0.05) -> Any:
+    def dense(self, label: str, out: int, width: int, kind: str) -> Any:
         """A prepared dense weight."""
-        return self.ops.gemm.prepare_weight(self.weight(label, out, width, kind, scale))
+        return self.ops.gemm.prepare_weight(self.weight(label, out, width, kind))
 
     def expert_weight(self, label: str, experts: int, out: int, width: int, kind: str = "mxfp4_row32") -> Weight:
         """Stacked experts [experts, out, width] as a checkpoint stores them."""
-        return self.place(stored(self.normal(label, experts, out, width, scale=0.05), kind))
+        return self.place(random_weight(self.generator(label), (experts, out, width), kind))
 
     def experts(self, label: str, experts: int, out: int, width: int, kind: str = "mxfp4_row32") -> Any:
         """Prepared experts."""
@@ -155,18 +161,22 @@ class ForeignQuant(QuantTensor):
         return ForeignQuant(self.values[rows], self.scales[rows])
 
 
-def stored(numbers: torch.Tensor, kind: str) -> Weight:
-    """Numbers [..., out, in] in a storage format of `Weight`."""
-    if kind == "bf16":
-        return Weight(numbers.to(torch.bfloat16), None, kind)
-    if kind == "f32":
-        return Weight(numbers.to(torch.float32), None, kind)
-    quantize = {
-        "fp8_block32": quant.quantize_weight_fp8_block32,
-        "fp8_row32": quant.quantize_rows_fp8,
-        "mxfp4_row32": quant.quantize_weight_mxfp4,
-    }[kind]
-    return Weight(*quantize(numbers), kind)
+SCALES = {"fp8_block32": (114, 119), "fp8_row32": (114, 119), "mxfp4_row32": (119, 124)}
+"""Range of scale bytes of random weights; a weight's numbers come out at about 0.05."""
+
+
+def random_weight(generator: torch.Generator, shape: tuple[int, ...], kind: str) -> Weight:
+    """A weight [..., out, in] in a storage format of `Weight`, its scales all over `SCALES`: a scale taken from the wrong
+    block shows, as it would not if all were about equal."""
+    if kind in ("bf16", "f32"):
+        numbers = torch.randn(*shape, generator=generator) * 0.05
+        return Weight(numbers.to(torch.bfloat16) if kind == "bf16" else numbers, None, kind)
+    *stack, out, width = shape
+    rows = -(-out // 32) if kind == "fp8_block32" else out
+    scales = torch.randint(*SCALES[kind], (*stack, rows, -(-width // 32)), generator=generator).to(torch.uint8)
+    if kind == "mxfp4_row32":
+        return Weight(torch.randint(0, 256, (*stack, out, width // 2), generator=generator, dtype=torch.uint8), scales, kind)
+    return Weight((torch.randn(*shape, generator=generator) * 100).to(torch.float8_e4m3fn), scales, kind)
 
 
 def once(make: Callable[[], T]) -> Callable[[], T]:

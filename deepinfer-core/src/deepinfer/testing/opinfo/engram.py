@@ -9,7 +9,7 @@ import torch
 from deepinfer.hooks import Weight
 from deepinfer.hooks.ops.engram import EngramConstants
 from deepinfer.reference.engram import derive_constants
-from deepinfer.testing.opinfo.context import SampleContext, once, stored
+from deepinfer.testing.opinfo.context import SampleContext, once, random_weight
 from deepinfer.testing.opinfo.gemm import exactly
 from deepinfer.testing.opinfo.record import (
     REPEATABLE, Args, ErrorSample, OpInfo, Sample, by_rows, by_sequences,
@@ -128,13 +128,13 @@ HUGE_ROWS = 9_000_000
 
 def table(ctx: SampleContext, kind: str) -> Weight:
     """A table as the checkpoint stores it."""
-    return ctx.place(stored(ctx.normal("table", TABLE_ROWS, ctx.traits.engram_head_dim), kind))
+    return ctx.place(random_weight(ctx.generator("table"), (TABLE_ROWS, ctx.traits.engram_head_dim), kind))
 
 
 def huge_table(ctx: SampleContext) -> Weight:
     """An fp8 table of `HUGE_ROWS` rows, of which the first and last `TABLE_ROWS` hold numbers."""
     width = ctx.traits.engram_head_dim
-    small = stored(ctx.normal("table", 2 * TABLE_ROWS, width), "fp8_row32")
+    small = random_weight(ctx.generator("table"), (2 * TABLE_ROWS, width), "fp8_row32")
     assert small.scales is not None
     values = torch.empty(HUGE_ROWS, width, dtype=torch.uint8, device=ctx.device)
     scales = torch.empty(HUGE_ROWS, width // 32, dtype=torch.uint8, device=ctx.device)

@@ -107,7 +107,7 @@ def routing(ctx: SampleContext, rows: int, pattern: str) -> tuple[torch.Tensor, 
 def dispatch(ctx: SampleContext, rows: int, pattern: str = "spread", foreign: bool = False, slow: bool = False) -> Sample:
     name = f"{rows} rows, {pattern}{', foreign layout' if foreign else ''}"
     ctx = ctx.at(name)
-    x = once(lambda: ctx.normal("x", rows, ctx.traits.hidden_size))
+    x = once(lambda: ctx.uneven("x", rows, ctx.traits.hidden_size))
     chosen = once(lambda: routing(ctx, rows, pattern))
     quantize = ctx.foreign if foreign else ctx.quantized
 
@@ -145,7 +145,7 @@ def ffn(ctx: SampleContext, rows: int, pattern: str = "spread", tiny: bool = Fal
     name = f"{rows} rows, {pattern}{', tiny weights' if tiny else ''}"
     ctx = ctx.at(name)
     hidden, inner, experts = t.hidden_size, t.moe_intermediate_size, expert_count(ctx)
-    x = once(lambda: ctx.normal("x", rows, hidden))
+    x = once(lambda: ctx.uneven("x", rows, hidden))
     chosen = once(lambda: routing(ctx, rows, pattern))
     w13 = once(lambda: ctx.experts("w13", experts, 2 * inner, hidden))
     w2 = once(lambda: ctx.experts("w2", experts, hidden, inner))
@@ -174,7 +174,7 @@ def shared(ctx: SampleContext, rows: int, slow: bool = False) -> Sample:
     t = ctx.traits
     name = f"{rows} rows"
     ctx = ctx.at(name)
-    x = once(lambda: ctx.normal("x", rows, t.hidden_size))
+    x = once(lambda: ctx.uneven("x", rows, t.hidden_size))
     w13 = once(lambda: ctx.dense("w13", 2 * t.moe_intermediate_size, t.hidden_size, "fp8_block32"))
     w2 = once(lambda: ctx.dense("w2", t.hidden_size, t.moe_intermediate_size, "fp8_block32"))
     flops = 6.0 * rows * t.hidden_size * t.moe_intermediate_size
@@ -244,7 +244,7 @@ def moe(ctx: SampleContext, rows: int, images: bool = False, foreign: bool = Fal
     name = f"{rows} rows{', images' if images else ''}{', foreign layout' if foreign else ''}"
     ctx = ctx.at(name)
     t = ctx.traits
-    u = once(lambda: ctx.normal("u", rows, t.hidden_size))
+    u = once(lambda: ctx.uneven("u", rows, t.hidden_size))
     weights = once(lambda: moe_weights(ctx))
     image = torch.arange(rows) % 2 == 0
     quantize = ctx.foreign if foreign else ctx.quantized

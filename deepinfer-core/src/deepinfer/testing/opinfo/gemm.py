@@ -34,7 +34,7 @@ def linear(
     wide = "" if out_dtype is None else " to float32"
     name = f"{kind} {form}{wide}, {rows} x {width} -> {out}{', extreme' if extreme else ''}"
     ctx = ctx.at(name)
-    x = once(lambda: ctx.extreme("x", rows, width) if extreme else ctx.normal("x", rows, width))
+    x = once(lambda: ctx.extreme("x", rows, width) if extreme else ctx.uneven("x", rows, width))
     weight = once(lambda: ctx.dense("weight", out, width, kind))
     make = {"plain": ctx.activation, "quantized": ctx.quantized, "foreign": ctx.foreign}[form]
     if out_dtype is not None and ctx.ideal:
@@ -95,7 +95,7 @@ def multiply(ctx: SampleContext, args: Args, prepared: Any) -> torch.Tensor:
 def block_diagonal(ctx: SampleContext, rows: int, groups: int, out: int, width: int, slow: bool = False) -> Sample:
     name = f"{rows} x {groups} x {width} -> {out}"
     ctx = ctx.at(name)
-    x = once(lambda: ctx.normal("x", rows, groups, width))
+    x = once(lambda: ctx.uneven("x", rows, groups, width))
     weight = once(lambda: ctx.dense("weight", groups * out, width, "fp8_block32"))
     flops = 2.0 * rows * groups * out * width
     return by_rows(name, rows, lambda index: (ctx.quantized(x()[index]), weight()), slow, flops)
@@ -116,7 +116,7 @@ def block_diagonal_errors(ctx: SampleContext) -> Iterator[ErrorSample]:
 
 def expert_count(ctx: SampleContext) -> int:
     """Experts of a stacked weight; fewer than the model has where they would take gigabytes."""
-    return ctx.traits.n_routed_experts if ctx.traits.hidden_size <= 1024 else 16
+    return ctx.traits.n_routed_experts if ctx.traits.hidden_size <= 1024 else 8
 
 
 def grouped(ctx: SampleContext, label: str, counts: list[int], out: int, width: int, kind: str = "mxfp4_row32",
@@ -126,7 +126,7 @@ def grouped(ctx: SampleContext, label: str, counts: list[int], out: int, width: 
     ctx = ctx.at(name)
     rows = sum(counts)
     expert = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
-    x = once(lambda: ctx.normal("x", rows, width))
+    x = once(lambda: ctx.uneven("x", rows, width))
     weight = once(lambda: ctx.experts("weight", len(counts), out, width, kind))
     make = ctx.quantized if form == "quantized" else ctx.foreign
 
@@ -200,7 +200,7 @@ def elementwise(
     """A sample of rows [rows, *shape]; `wrap` makes the operands of some of them."""
     name = f"{name}, {' x '.join(map(str, (rows, *shape)))}{', extreme' if extreme else ''}"
     ctx = ctx.at(name)
-    x = once(lambda: ctx.extreme("x", rows, *shape) if extreme else ctx.normal("x", rows, *shape, scale=scale))
+    x = once(lambda: ctx.extreme("x", rows, *shape) if extreme else ctx.uneven("x", rows, *shape) * scale)
     return by_rows(name, rows, lambda index: wrap(ctx, x()[index]), slow)
 
 

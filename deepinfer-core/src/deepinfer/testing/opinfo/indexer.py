@@ -90,7 +90,7 @@ def visible_scores(ctx: SampleContext, args: Args, result: torch.Tensor) -> torc
 
 
 def given_scores(ctx: SampleContext, rows: int, width: int, ties: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores [rows, width] float32 and how many of them count [rows]; the rest are NaN and infinities.
+    """Scores [rows, width] and how many of them count [rows]; the rest are NaN and infinities.
 
     ties: few distinct values, among them -inf and both zeros
     """
@@ -113,7 +113,7 @@ def choose(ctx: SampleContext, rows: int, width: int, ties: bool = False, slow: 
 
     def build(index: torch.Tensor) -> Args:
         scores, lengths = made()
-        return ctx.float32(scores[index]), ctx.put(lengths[index])
+        return ctx.activation(scores[index]), ctx.put(lengths[index])
 
     return by_rows(name, rows, build, slow)
 
@@ -128,7 +128,7 @@ def top_samples(ctx: SampleContext) -> Iterator[Sample]:
 
 
 def top_errors(ctx: SampleContext) -> Iterator[ErrorSample]:
-    scores = once(lambda: ctx.float32(ctx.normal("s", 4, 64)))
+    scores = once(lambda: ctx.activation(ctx.normal("s", 4, 64)))
     yield ErrorSample("lengths of other rows", lambda: (scores(), ctx.put(torch.full((3,), 64))))
 
 
@@ -143,7 +143,7 @@ def block_samples(ctx: SampleContext) -> Iterator[Sample]:
 
 def block_errors(ctx: SampleContext) -> Iterator[ErrorSample]:
     width = 2 * ctx.traits.candidate_topk_blocks * ctx.traits.candidate_block_size
-    scores = once(lambda: ctx.float32(ctx.normal("s", 4, width)))
+    scores = once(lambda: ctx.activation(ctx.normal("s", 4, width)))
     yield ErrorSample("lengths of other rows", lambda: (scores(), ctx.put(torch.full((3,), width))))
 
 
