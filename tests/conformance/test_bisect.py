@@ -14,11 +14,18 @@ from deepinfer.testing.replay import replay
 from deepinfer.testing.subject import load_groups, make_subject
 
 from .kit_backends import (
-    HONEST, PRIVATE, HonestAttention, HonestExperts, HonestGemm, HonestResidual, PrivateCache, WrongPrivateCache,
+    HONEST,
+    PRIVATE,
+    HonestExperts,
+    HonestGemm,
+    HonestResidual,
+    PrivateCache,
+    WrongPrivateCache,
     WrongSwiglu,
-)  # fmt: skip
+)
 
-SHORT = Script.make((5, 60), 4, 512, seed=0)
+SHORT = {"script": Script.make((5, 60), 4, 512, seed=0)}
+"""Less to run than by default, where whole texts show the mistake."""
 
 
 def other_than(kind):
@@ -26,7 +33,7 @@ def other_than(kind):
 
 
 def test_a_correct_backend_is_equal():
-    finding = bisect(load_groups(*HONEST, name="fine"))
+    finding = bisect(load_groups(*HONEST, name="fine"), **SHORT)
     assert not finding.diverges and not finding.culprits
     assert text(finding, "fine") == "fine follows the reference: nothing to find"
 
@@ -39,7 +46,7 @@ def test_the_planted_op_is_named_with_its_first_wrong_call(tmp_path):
 
     shown = []
     loaded = load_groups(Planted, *other_than(Planted), name="bad")
-    finding = bisect(loaded, directory=tmp_path, show=shown.append)
+    finding = bisect(loaded, directory=tmp_path, show=shown.append, **SHORT)
     assert finding.diverges and finding.culprits == ("gemm.swiglu",) and not finding.with_
     assert shown[0] == "bad: 8 native ops in 8 units that can be switched"
     assert len(shown) <= 8, "halving needs few runs"
@@ -52,11 +59,6 @@ def test_the_planted_op_is_named_with_its_first_wrong_call(tmp_path):
 
 @pytest.mark.slow
 def test_in_a_private_layout_the_op_that_reads_wrong_is_named(tmp_path):
-    class Attention(HonestAttention):
-        @provides(layouts={"kv_cache": PRIVATE})
-        def cached(self, *args):
-            return super().cached(*args)
-
     loaded = load_groups(WrongPrivateCache, HonestGemm, HonestResidual, name="bad")
     units = switchable(make_subject(loaded))
     assert [len(unit.ops) for unit in units].count(12) == 1
@@ -93,7 +95,7 @@ def test_an_op_that_raises_is_found(tmp_path):
         def swiglu(self, gate_up, limit, row_weight=None):
             raise RuntimeError("no such kernel")
 
-    finding = bisect(load_groups(Raising, HonestResidual, name="bad"), directory=tmp_path)
+    finding = bisect(load_groups(Raising, HonestResidual, name="bad"), directory=tmp_path, **SHORT)
     assert finding.culprits == ("gemm.swiglu",) and "no such kernel" in finding.detail
     assert "raised RuntimeError: no such kernel" in text(finding, "bad")
 

@@ -463,7 +463,7 @@ class WritesPastItsRows(CacheOps):
     def store_index(self, cache, source, keys, step):
         physical = step.entries[cache.spec.index[source]].physical
         if len(physical):
-            cache.storage.store_index(source, torch.ones_like(keys[-1:]), physical[-1:] + 1)
+            cache.storage.store_index(source, torch.ones_like(keys[-1:]), (physical[-1:] + 1).clamp(max=cache.num_blocks * 64 - 1))
         cache.storage.store_index(source, keys, physical)
 
 

@@ -80,16 +80,18 @@ def test_a_clean_backend_passes_level_0(install):
         ("import torch", "imported torch"),
         ("import time; time.sleep(0.2)", "allowed 50 ms"),
         ("import os; os.environ['ACME_X'] = '1'", "changed environment variables: ACME_X"),
-        ("import threading, time; threading.Thread(target=time.sleep, args=(2,)).start()", "left 1 threads running"),
+        ("import threading, time; threading.Thread(target=time.sleep, args=(2,), daemon=True).start()", "left 1 threads running"),
         ("import numpy.random", "loaded compiled modules: "),
     ],
 )
-def test_an_entry_module_that_does_more_than_describe_fails(install, entry, message):
+def test_an_entry_module_that_does_more_than_describe_fails(install, monkeypatch, entry, message):
+    monkeypatch.setattr(hygiene, "ATTEMPTS", 1)
     name = install(f"busy{abs(hash(entry)) % 10**6}", entry=entry)
     assert message in hygiene_of(name, ENTRY)[ENTRY].detail
 
 
-def test_a_probe_that_takes_long_fails(install):
+def test_a_probe_that_takes_long_fails(install, monkeypatch):
+    monkeypatch.setattr(hygiene, "ATTEMPTS", 1)
     name = install("slowprobe", probe="import time\ndef present():\n    time.sleep(0.2)\n    return True")
     found = hygiene_of(name, ENTRY, PROBE)
     assert found[ENTRY].status == "pass" and "asking the probe: took" in found[PROBE].detail

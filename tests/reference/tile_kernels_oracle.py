@@ -1,4 +1,4 @@
-"""Imports the pure-torch references of the `tile_kernels` wheel on a machine without its device toolchain.
+"""Imports the pure-torch references of the `tile_kernels` wheel on a machine without its device compilers.
 
 Used by the tests of this folder as an oracle written independently of `deepinfer.reference`. The wheel's kernels need
 `tilelang`; its references only ask that module for two constants. So a stand-in takes its place in `sys.modules`, the

@@ -26,9 +26,8 @@ import torch
 from safetensors.torch import save_file
 
 from deepinfer.errors import ConfigError
-from deepinfer.hooks import Binding, KVCache, OpContext, OpTable, StepInputs, Weight
+from deepinfer.hooks import CANONICAL, Binding, KVCache, OpContext, OpTable, StepInputs, Weight
 from deepinfer.hooks.ops import contracts
-from deepinfer.reference.cache import Storage
 from deepinfer.testing.cache_view import CacheView
 from deepinfer.testing.codec import CodecError, Encoder, Json, state_of
 
@@ -39,6 +38,9 @@ FORMAT = 1
 
 PREPARING = ("gemm.prepare_weight", "gemm.prepare_expert_weight", "engram.prepare_table")
 """Ops that turn a checkpoint's weight into what others read."""
+
+ALLOCATING = "cache.allocate"
+"""The op whose layout is that of every cache of its table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +172,7 @@ class CallDumper:
         if isinstance(value, StepInputs) and (value.scratch or value.plan is not None):
             bare = replace(value, scratch={}, plan=None)
             return {"kind": "step", "planned": value.plan is not None, "step": self._encoder.by_parts(bare)}
-        if isinstance(value, KVCache) and not isinstance(value.storage, Storage) and self._ops is not None:
+        if isinstance(value, KVCache) and self._ops is not None and self._ops.binding(ALLOCATING).layout != CANONICAL:
             view = CacheView.read(self._ops, value, self._device)
             return {"kind": "cache", "own": self._encoder.by_parts(value), "view": self._encoder.encode(view)}
         return None

@@ -1,14 +1,15 @@
 """Level 1: every op on every sample against the reference, and what its contract says of operands and results.
 
 For each sample: the numbers (`compare.py`), shape, dtype, device and contiguity of results, memory of their own,
-operands unchanged, the same numbers when fresh memory is full of junk; then operands that must raise, and the checks of
-behaviour that an op's record brings along. `run` is called by the kit's runner and by a backend's own tests.
+operands unchanged, and all that while new memory is full of junk; then operands that must raise, the checks of behaviour
+that an op's record brings along and, unless in a hurry, samples that Hypothesis draws. `run` is called by the kit's
+runner and by a backend's own tests.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,12 +18,14 @@ import torch
 from deepinfer.hooks import QuantTensor
 from deepinfer.testing.conformance.judge import judge, observed, off_grid, outcome, run_op
 from deepinfer.testing.opinfo.context import SampleContext, Trio
-from deepinfer.testing.opinfo.record import Args, ErrorSample, OpInfo, Sample
+from deepinfer.testing.opinfo.record import Args, ErrorSample, OpInfo, Sample, no_strategy
 from deepinfer.testing.opinfo.tree import memory, named, same_bits, snapshot, tensors, values
-from deepinfer.testing.results import CaseResult, Failure, Worst, run_case
+from deepinfer.testing.results import CaseResult, Failure, Skip, Worst, run_case
 from deepinfer.testing.subject import Subject
 
 LEVEL = 1
+DRAWN = 20
+"""Samples that Hypothesis draws of every op with a strategy."""
 
 
 def run(
@@ -34,6 +37,8 @@ def run(
         yield from samples(info, trio, quick)
         yield from errors(info, trio.found)
         yield from checks(info, trio, LEVEL, quick)
+        if not quick:
+            yield from drawn(info, trio)
 
 
 def records(infos: Mapping[str, OpInfo] | Iterable[OpInfo]) -> Iterable[OpInfo]:
@@ -46,6 +51,31 @@ def samples(info: OpInfo, trio: Trio, quick: bool) -> Iterator[CaseResult]:
     made = (info.samples(ctx, quick) for ctx in trio.all)
     for found, working, ideal in zip(*made, strict=True):
         yield run_case(LEVEL, info.name, found.name, lambda: compare_sample(info, trio, found, working, ideal))  # noqa: B023
+
+
+def drawn(info: OpInfo, trio: Trio) -> Iterator[CaseResult]:
+    """Samples of the op's strategy; a failure is about the smallest one that Hypothesis finds."""
+    if info.strategy is not no_strategy:
+        yield run_case(LEVEL, info.name, f"{DRAWN} drawn samples", lambda: _draw_samples(info, trio))
+
+
+def _draw_samples(info: OpInfo, trio: Trio) -> None:
+    try:
+        import hypothesis
+    except ImportError:
+        raise Skip("hypothesis is not installed: pip install 'deepinfer-core[test]'") from None
+
+    @hypothesis.settings(max_examples=DRAWN, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck))
+    @hypothesis.seed(trio.found.seed)
+    @hypothesis.given(info.strategy(trio.found))
+    def holds(recipe: Callable[[SampleContext], Sample]) -> None:
+        made = [recipe(ctx.at(info.name)) for ctx in trio.all]
+        try:
+            compare_sample(info, trio, *made)
+        except Failure as failure:
+            raise Failure(f"{made[0].name}: {failure}", failure.worst) from None
+
+    holds()
 
 
 def compare_sample(info: OpInfo, trio: Trio, found: Sample, working: Sample, ideal: Sample) -> Worst | None:

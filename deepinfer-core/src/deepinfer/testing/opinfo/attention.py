@@ -12,7 +12,9 @@ from deepinfer.hooks import KVCache, Selection
 from deepinfer.hooks.ops.attention import LatentWeights
 from deepinfer.reference.rope import rope_table
 from deepinfer.testing.opinfo import indexer, split
-from deepinfer.testing.opinfo.cache import DECODE, EDGES, LONG, MIXED, ONE, SHORT, scene_sample
+from deepinfer.testing.opinfo.cache import (
+    DECODE, EDGES, LONG, MIXED, MOST_IN_RING, ONE, SHORT, any_scene, scene_sample,
+)  # fmt: skip
 from deepinfer.testing.opinfo.context import SampleContext, Trio, once
 from deepinfer.testing.opinfo.record import (
     CANARY, PURE, REPEATABLE, Args, Check, ErrorSample, OpInfo, Sample, by_rows, by_sequences,
@@ -333,11 +335,12 @@ INFOS = (
            properties=frozenset({REPEATABLE})),
     OpInfo("attention.rope", rope_samples, rope_errors,
            rows_and_seeds(lambda ctx, rows: rope(ctx, rows, (3, 128), rows % 2 == 1, rows % 3 == 1))),
-    OpInfo("attention.latent", latent_samples, latent_errors, observe=with_window(3), by_row=("result",), changes=CACHE,
+    OpInfo("attention.latent", latent_samples, latent_errors, any_scene(latent_args((1, "some"))), observe=with_window(3), by_row=("result",), changes=CACHE,
            properties=PURE | {CANARY},
            checks=(Check("prompt cut anywhere", split_latent, level=2, invariant=True),
                    Check("other blocks and slots", moved_latent, level=2))),
-    OpInfo("attention.cached", _scenes(cached_args, SHORT), wider=frozenset({"out"})),
+    OpInfo("attention.cached", _scenes(cached_args, SHORT),
+           strategy=any_scene(cached_args((2, "all")), MOST_IN_RING), wider=frozenset({"out"})),
     OpInfo("attention.chunk", _scenes(chunk_args, PREFILL, chunked=True), wider=frozenset({"out"})),
     *indexer.INFOS,
     OpInfo("attention.draft", draft_samples),

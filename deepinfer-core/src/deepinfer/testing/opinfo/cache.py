@@ -18,6 +18,7 @@ from deepinfer.testing.opinfo.record import (
     CANARY, PURE, REPEATABLE, STREAM, Args, Check, ErrorSample, OpInfo, Sample, by_sequences,
 )  # fmt: skip
 from deepinfer.testing.opinfo.steps import LAYER, SOURCES, Scene, cache_spec, contents
+from deepinfer.testing.opinfo.strategies import Strategy, spans_and_seeds
 
 IN_PLACE = frozenset({REPEATABLE, STREAM, CANARY})
 KINDS = ("window", "entries", "index", "state")
@@ -45,6 +46,11 @@ def scene_sample(
     rows = [new for _, new in spans] if counts is None else counts(scene)
     sample = by_sequences(label, rows, lambda order: make(scene.take(order)), slow, flops)
     return sample if divisible else replace(sample, batch=None)
+
+
+def any_scene(make: Make, most_rows: int = 25) -> Strategy:
+    """Strategy of scenes for an op."""
+    return spans_and_seeds(lambda ctx, spans: scene_sample(ctx, str(spans), spans, make), most_rows)
 
 
 def _samples(make: Make, counts: Callable[[Scene], list[int]] | None = None, scenes: dict[str, Any] | None = None) -> Any:
@@ -169,6 +175,8 @@ def row_windows_args(scene: Scene) -> Args:
     return cache, LAYER, step, scene.ctx.traits.sliding_window
 
 
+MOST_IN_RING = 7
+"""Rows of a sequence that still lie in the smallest model's ring with their windows."""
 SHORT = {"one token": ONE, "decode": DECODE, "drafts": ((0, 3), (6, 5), (13, 7), (200, 2))}
 """Steps whose windows lie in the rings."""
 
@@ -294,18 +302,20 @@ CACHE = frozenset({"cache"})
 
 INFOS = (
     OpInfo("cache.allocate", allocate_samples, observe=zeros, opaque=True, properties=frozenset({REPEATABLE})),
-    OpInfo("cache.store_window", window_samples, entry_errors(window_args, 2), observe=stored("window"), judges=EXACT,
+    OpInfo("cache.store_window", window_samples, entry_errors(window_args, 2), any_scene(window_args),
+           observe=stored("window"), judges=EXACT,
            changes=CACHE, properties=IN_PLACE),
-    OpInfo("cache.load_window", load_window_samples, judges=EXACT),
-    OpInfo("cache.load_row_windows", _samples(row_windows_args, scenes=SHORT), judges=EXACT),
-    OpInfo("cache.store_entries", entries_samples, entry_errors(entries_args(2), 2), observe=stored("entries"),
-           judges=FP4, changes=CACHE, properties=IN_PLACE),
+    OpInfo("cache.load_window", load_window_samples, strategy=any_scene(load_window_args), judges=EXACT),
+    OpInfo("cache.load_row_windows", _samples(row_windows_args, scenes=SHORT),
+           strategy=any_scene(row_windows_args, MOST_IN_RING), judges=EXACT),
+    OpInfo("cache.store_entries", entries_samples, entry_errors(entries_args(2), 2),
+           any_scene(entries_args(2)), observe=stored("entries"), judges=FP4, changes=CACHE, properties=IN_PLACE),
     OpInfo("cache.load_entries", load_entries_samples, judges=FP4, properties=PURE),
-    OpInfo("cache.store_index", _ratios(index_args), entry_errors(index_args(1), 2), observe=stored("index"),
-           judges=EXACT, changes=CACHE, properties=IN_PLACE),
+    OpInfo("cache.store_index", _ratios(index_args), entry_errors(index_args(1), 2),
+           any_scene(index_args(2)), observe=stored("index"), judges=EXACT, changes=CACHE, properties=IN_PLACE),
     OpInfo("cache.load_index", load_index_samples, judges=EXACT),
     OpInfo("cache.compress", _samples(compress_args, entries_of, PAIRS), entry_errors(compress_args, 2),
-           observe=left("state"), by_row=("result",), changes=CACHE, properties=IN_PLACE | PURE,
+           any_scene(compress_args), observe=left("state"), by_row=("result",), changes=CACHE, properties=IN_PLACE | PURE,
            checks=(Check("prompt cut anywhere", split.compress, level=2, invariant=True),)),
     OpInfo("cache.zero_slots", zero_samples, observe=left("window", "state"), judges=EXACT, changes=CACHE,
            properties=IN_PLACE),

@@ -10,7 +10,7 @@ import torch
 from deepinfer.hooks import StepInputs
 from deepinfer.testing.compare import TOLERANCES, Verdict, same_selection
 from deepinfer.testing.opinfo import split
-from deepinfer.testing.opinfo.cache import DECODE, MIXED, ONE, scene_sample
+from deepinfer.testing.opinfo.cache import DECODE, MIXED, ONE, any_scene, scene_sample
 from deepinfer.testing.opinfo.context import SampleContext, Trio, once
 from deepinfer.testing.opinfo.gemm import exactly
 from deepinfer.testing.opinfo.record import (
@@ -283,14 +283,15 @@ def moved(trio: Trio) -> None:
 
 
 INFOS = (
-    OpInfo("attention.select", select_samples, outputs=("selection", "candidates"), observe=chosen,
+    OpInfo("attention.select", select_samples, strategy=any_scene(select_args(1, False, True)), outputs=("selection", "candidates"), observe=chosen,
            judge_all=judge_choice, by_row=("entries",),
            checks=(Check("other blocks", moved, level=2),)),
     OpInfo("attention.quantize_index", quantize_index_samples, strategy=rows_and_seeds(quantize_index),
            judges={"out": exactly}),
     OpInfo("attention.index_scores", scores_samples, observe=visible_scores,
            properties=PURE - {BATCH_INVARIANT}),
-    OpInfo("attention.candidate_blocks", block_samples, block_errors, observe=listed, by_row=("blocks",)),
+    OpInfo("attention.candidate_blocks", block_samples, block_errors,
+           rows_and_seeds(lambda ctx, rows: choose(ctx, rows, 7 * rows + 5, ties=rows % 2 == 1)), observe=listed, by_row=("blocks",)),
     OpInfo("attention.top_entries", top_samples, top_errors,
            rows_and_seeds(lambda ctx, rows: choose(ctx, rows, 3 * rows + 5, ties=rows % 2 == 1))),
 )  # fmt: skip

@@ -129,7 +129,7 @@ class OpInfo:
 
     make        samples for a context; use `samples`
     make_errors error samples; use `errors`
-    strategy    Hypothesis strategy of further samples (None without): shapes and index patterns
+    strategy    Hypothesis strategy of further samples (None without): shapes and index patterns; see `strategies.py`
     outputs     names of the result's parts; a single result is one part
     observe     what is compared, as a nest of tensors: the result itself by default. Opaque results are looked at
                 through other ops of the same table; in-place ops add what they changed.

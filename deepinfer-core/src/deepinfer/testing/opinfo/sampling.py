@@ -293,7 +293,8 @@ def _reported_errors(op: str) -> Any:
 
 def verify(ctx: SampleContext, drafts: Sequence[int], rule: str, width: int = 65, slow: bool = False) -> Sample:
     """drafts: number of drafts of every sequence."""
-    name = f"{rule}, drafts {', '.join(map(str, drafts))}, {width} tokens"
+    each = ", ".join(map(str, drafts)) if len(drafts) < 9 else f"of {len(drafts)} sequences"
+    name = f"{rule}, drafts {each}, {width} tokens"
     ctx = ctx.at(name)
     counts = [n + 1 for n in drafts]
     total, n = sum(counts), len(drafts)

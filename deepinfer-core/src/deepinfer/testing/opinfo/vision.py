@@ -14,6 +14,7 @@ from deepinfer.reference.vision_geometry import TokenKind
 from deepinfer.testing.opinfo.context import SampleContext, once
 from deepinfer.testing.opinfo.gemm import exactly
 from deepinfer.testing.opinfo.record import BATCH_INVARIANT, PURE, Args, ErrorSample, OpInfo, Sample, by_rows, by_sequences
+from deepinfer.testing.opinfo.strategies import rows_and_seeds
 
 BLOCKS = 3
 """Layers of the samples' towers; an odd number, since every second one rounds its sum."""
@@ -151,13 +152,14 @@ def _downsamples(aligned: bool) -> Any:
 # merge
 
 
-def merge(ctx: SampleContext, rows: int, count: int, slow: bool = False) -> Sample:
-    """count: features; the first positions are inside an image that began earlier."""
-    name = f"{rows} rows, {count} features"
+def merge(ctx: SampleContext, rows: int, count: int, text: bool = False) -> Sample:
+    """count: features; the first positions are inside an image that began earlier. text: nothing but text."""
+    name = f"{rows} rows, {'text only' if text else f'{count} features'}"
     ctx = ctx.at(name)
     hidden = ctx.traits.hidden_size
     pool = [TokenKind.TEXT, TokenKind.START, TokenKind.NEWLINE, TokenKind.END, TokenKind.PAD, TokenKind.UNDEFINED]
     pool += [TokenKind.IMAGE] * 4 if count else []
+    pool = [TokenKind.TEXT] if text else pool
     kinds = torch.tensor(pool)[ctx.integers("kinds", 0, len(pool), rows)]
     places = ctx.integers("rows", 0, max(1, count), rows)
     places[kinds != TokenKind.IMAGE] = -7  # ignored there
@@ -167,12 +169,13 @@ def merge(ctx: SampleContext, rows: int, count: int, slow: bool = False) -> Samp
         operands = ctx.put(kinds[index]), ctx.put(places[index]), ctx.activation(ctx.normal("features", count, hidden))
         return (ctx.activation(embeddings()[index]), *operands, made())
 
-    return by_rows(name, rows, build, slow)
+    return by_rows(name, rows, build)
 
 
 def merge_samples(ctx: SampleContext) -> Iterator[Sample]:
     for rows, count in ((1, 1), (0, 2), (41, 9), (12, 0)):
         yield merge(ctx, rows, count)
+    yield merge(ctx, 5, 0, text=True)
 
 
 EXACT = {"out": exactly}
@@ -182,5 +185,6 @@ INFOS = (
     OpInfo("vision.encode", encode_samples, wrong_grids(encode)),
     OpInfo("vision.downsample", _downsamples(False), wrong_grids(downsample), judges=EXACT),
     OpInfo("vision.align", _downsamples(True)),
-    OpInfo("vision.merge", merge_samples, judges=EXACT),
+    OpInfo("vision.merge", merge_samples, strategy=rows_and_seeds(lambda ctx, rows: merge(ctx, rows, rows // 3)),
+           judges=EXACT),
 )  # fmt: skip
