@@ -792,18 +792,6 @@ class StartAndEndSwapped(VisionOps):
         return VisionOps.merge(self, embeddings, kinds, feature_rows, features, swapped)
 
 
-@mutant("vision.merge")
-class MergeReturnsItsOperand(VisionOps):
-    """Without an image the embeddings themselves are returned."""
-
-    @provides()
-    def merge(self, embeddings, kinds, feature_rows, features, weights):
-        if not len(features):
-            out = VisionOps.merge(self, embeddings, kinds, feature_rows, features, weights)
-            return embeddings.copy_(out) if torch.equal(out, embeddings) else out
-        return VisionOps.merge(self, embeddings, kinds, feature_rows, features, weights)
-
-
 @mutant("vision.patchify")
 class NormalizedInFloat(VisionOps):
     """Pixels are divided after the rounding to bfloat16."""
