@@ -151,8 +151,8 @@ PrivateCache = _everything_of(CacheOps, PRIVATE)
 
 
 class WrongPrivateCache(PrivateCache):
-    """Window keys come back one place too late."""
+    """Window keys come back three places too late."""
 
     @provides(layouts={"kv_cache": PRIVATE})
     def load_window(self, cache, layer, step, count):
-        return super().load_window(cache, layer, step, count).roll(1, 1)
+        return super().load_window(cache, layer, step, count).roll(3, 1)

@@ -32,6 +32,7 @@ def other_than(kind):
     return [klass for klass in HONEST if not issubclass(kind, klass)]
 
 
+@pytest.mark.slow
 def test_a_correct_backend_is_equal():
     finding = bisect(load_groups(*HONEST, name="fine"), **SHORT)
     assert not finding.diverges and not finding.culprits

@@ -63,7 +63,9 @@ class RopeTurnsHalves(AttentionOps):
         kept, turned = x.split((x.shape[-1] - width, width), -1)
         first, second = turned.float().chunk(2, -1)
         sin = -sin if inverse else sin
-        return torch.cat((kept, torch.cat((first * cos - second * sin, first * sin + second * cos), -1).to(x.dtype)), -1)
+        return torch.cat(
+            (kept, torch.cat((first * cos - second * sin, first * sin + second * cos), -1).to(x.dtype)), -1
+        )
 
 
 @mutant("attention.rope")
@@ -175,7 +177,9 @@ class TiesToTheHigherEntry(AttentionOps):
         width = scores.shape[1]
         index = torch.arange(width)
         seen = (index < lengths.unsqueeze(1)) & (scores > -torch.inf)
-        order = torch.sort(scores.masked_fill(~seen, -torch.inf).flip(1) + 0.0, dim=1, descending=True, stable=True).indices
+        order = torch.sort(
+            scores.masked_fill(~seen, -torch.inf).flip(1) + 0.0, dim=1, descending=True, stable=True
+        ).indices
         order = width - 1 - order[:, : self.traits.index_topk]
         chosen = torch.where(seen.gather(1, order), order, width).sort(1).values
         return torch.where(chosen < width, chosen, -1)
@@ -204,7 +208,9 @@ class ChoosesOneEntryTooFew(AttentionOps):
     def select(self, q, weights, cache, source, candidates, make_candidates, step):
         selection, blocks = AttentionOps.select(self, q, weights, cache, source, candidates, make_candidates, step)
         last = (selection.entries >= 0).sum(1, keepdim=True) - 1
-        entries = selection.entries.scatter(1, last.clamp(min=0), -1) if selection.entries.shape[1] else selection.entries
+        entries = (
+            selection.entries.scatter(1, last.clamp(min=0), -1) if selection.entries.shape[1] else selection.entries
+        )
         return type(selection)(entries, selection.ratio), blocks
 
 
@@ -463,7 +469,9 @@ class WritesPastItsRows(CacheOps):
     def store_index(self, cache, source, keys, step):
         physical = step.entries[cache.spec.index[source]].physical
         if len(physical):
-            cache.storage.store_index(source, torch.ones_like(keys[-1:]), (physical[-1:] + 1).clamp(max=cache.num_blocks * 64 - 1))
+            cache.storage.store_index(
+                source, torch.ones_like(keys[-1:]), (physical[-1:] + 1).clamp(max=cache.num_blocks * 64 - 1)
+            )
         cache.storage.store_index(source, keys, physical)
 
 
@@ -759,7 +767,9 @@ class ImageRopeTurnsNeighbours(VisionOps):
         halves = vision.rotate_halves
         try:
             vision.rotate_halves = neighbours
-            return vision.encode(patches, grids, weights, sizes.num_attention_heads, sizes.rope_theta, self._rounding, interleaved)
+            return vision.encode(
+                patches, grids, weights, sizes.num_attention_heads, sizes.rope_theta, self._rounding, interleaved
+            )
         finally:
             vision.rotate_halves = halves
 
@@ -790,6 +800,18 @@ class StartAndEndSwapped(VisionOps):
             "image_start": weights.image_end, "image_end": weights.image_start,
         })  # fmt: skip
         return VisionOps.merge(self, embeddings, kinds, feature_rows, features, swapped)
+
+
+@mutant("vision.merge")
+class MergeReturnsItsOperand(VisionOps):
+    """Without an image the embeddings themselves are returned."""
+
+    @provides()
+    def merge(self, embeddings, kinds, feature_rows, features, weights):
+        if not len(features):
+            out = VisionOps.merge(self, embeddings, kinds, feature_rows, features, weights)
+            return embeddings.copy_(out) if torch.equal(out, embeddings) else out
+        return VisionOps.merge(self, embeddings, kinds, feature_rows, features, weights)
 
 
 @mutant("vision.patchify")

@@ -266,6 +266,11 @@ def test_the_page_holds_matrix_failures_and_environment(failing):
     assert "## Failures" in text and "## Worst errors" in text and "| torch |" in text
 
 
+def test_a_run_without_cases_is_no_success():
+    report = run_conformance(load_groups(name="any"), Options(levels=()))
+    assert not report.ok and report.verdict() == "any: no case was run"
+
+
 def test_numbers_json_lacks_are_written_as_text():
     result = CaseResult(1, "a.b", "x", "fail", worst={"error": float("inf"), "bound": float("nan"), "index": (1, 2)})
     assert json.loads(json.dumps(result.to_json(), allow_nan=False))["worst"] == {

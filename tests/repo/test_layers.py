@@ -69,7 +69,7 @@ def test_quick_starts_do_not_import_torch(code):
     assert result.stdout.splitlines()[-1] == "[]"
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "ops", "doctor", "env", "make-checkpoint"])
+@pytest.mark.parametrize("command", ["generate", "chat", "ops", "doctor", "env", "make-checkpoint", "new-backend"])
 def test_help_of_a_command_does_not_import_torch(command):
     code = f"from deepinfer.cli.main import main\ntry: main([{command!r}, '--help'])\nexcept SystemExit: pass"
     result = python(f"{code}\nimport sys; print('torch' in sys.modules)")

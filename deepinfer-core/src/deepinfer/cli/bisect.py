@@ -9,9 +9,9 @@ from deepinfer.cli.dump import DUMP_DIR
 from deepinfer.errors import ConfigError
 
 HELP = """\
-Runs an engine with some of a backend's ops native and the others bound to core's reference, halves the set until the first
-op that makes the difference is found, and stores its first wrong call for `deepinfer replay`. Exits with 1 if the output
-diverges."""
+Runs an engine with some of a backend's ops native and the others bound to core's reference, halves the set until the
+first op that makes the difference is found, and stores its first wrong call for `deepinfer replay`. Exits with 1 if the
+output diverges."""
 EXAMPLES = """\
 examples:
   deepinfer bisect --backend acme                                              on a small random model
@@ -27,8 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prompt", action="append", default=[], metavar="TEXT", help="text to run on --model (repeatable)")
     add("--bind", action="append", default=[], metavar="PATTERN=PROVIDER", help="bind ops elsewhere from the start")
     add(
-        "--factor", type=float, default=3.0, metavar="X",
-        help="deviation that counts as equal, as a multiple of the reference's own rounding noise (default: 3)",
+        "--factor", type=float, default=4.0, metavar="X",
+        help="deviation that counts as equal, as a multiple of the reference's own rounding noise (default: 4)",
     )  # fmt: skip
     add("--dump-dir", type=Path, default=DUMP_DIR, metavar="DIR", help="where the wrong call goes (default: here)")
 

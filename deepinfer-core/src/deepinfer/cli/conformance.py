@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from deepinfer.testing.conformance.runner import Options
 
 HELP = """\
-Holds a backend to core's reference. Levels: 0 hygiene (import, metadata, purity), 1 every op on many inputs, 2 properties
-(repeatable, batch invariant, ...), 3 the model's blocks, 4 a whole engine on a small random model, 5 speed. Exits with 1
-if a case failed. Nothing is skipped silently: every skip counts and prints its reason."""
+Holds a backend to core's reference. Levels: 0 hygiene (import, metadata, purity), 1 every op on many inputs,
+2 properties (repeatable, batch invariant, ...), 3 the model's blocks, 4 a whole engine on a small model, 5 speed.
+Exits with 1 if a case failed. Nothing is skipped silently: every skip counts and prints its reason."""
 EXAMPLES = """\
 examples:
   deepinfer conformance --backend acme --quick              a first look, about a minute
@@ -61,7 +61,10 @@ def run(args: argparse.Namespace) -> int:
     from deepinfer.testing.conformance.runner import run_conformance
 
     options = read_options(args)
-    report = run_against(*opened, options, _show) if args.against else run_conformance(*opened, options, _show)
+    if args.against:
+        report = run_against(opened[0], opened[1], options, _show)
+    else:
+        report = run_conformance(opened[0], options, _show)
     if args.report is not None:
         print(f"\n{report.write(args.report)}: report.md, report.json")
     return 0 if report.ok else 1

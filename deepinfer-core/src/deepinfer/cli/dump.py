@@ -22,7 +22,9 @@ def add_dump_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds --dump-op and --dump-dir."""
     group = parser.add_argument_group("looking at an op")
     group.add_argument(
-        "--dump-op", metavar="NAME[:n]", help="store the n-th call of an op, or the first that fails, for `deepinfer replay`"
+        "--dump-op",
+        metavar="NAME[:n]",
+        help="store the n-th call of an op, or the first that fails, for `deepinfer replay`",
     )
     group.add_argument("--dump-dir", type=Path, default=DUMP_DIR, metavar="DIR", help="where to (default: here)")
 

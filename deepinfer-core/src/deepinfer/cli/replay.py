@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 
 HELP = """\
-Runs a call that --dump-op or `deepinfer bisect` stored once more: on the provider named and on core's reference, and prints
-how the results differ. Exits with 1 if they do."""
+Runs a call that --dump-op or `deepinfer bisect` stored once more, on the provider named and on core's reference, and
+prints how the results differ. Exits with 1 if they do."""
 EXAMPLES = """\
 examples:
   deepinfer generate --accelerator acme --model /tmp/tiny --dump-op attention.rope:3 "Once upon a time"
@@ -25,7 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Replays and prints; 1 if the results differ."""
-    from deepinfer.testing.replay import replay, text
+    from deepinfer.testing.replay import replay
+    from deepinfer.testing.replay_text import text
 
     done = replay(args.file, args.provider)
     print(text(done))

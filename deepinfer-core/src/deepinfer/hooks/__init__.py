@@ -17,10 +17,12 @@ if TYPE_CHECKING:
     )  # fmt: skip
     from deepinfer.hooks.bind import Contribution
     from deepinfer.hooks.build import build_ops
+    from deepinfer.hooks.devices.facts import DeviceProperties, MemoryInfo, RuntimeCapabilities
     from deepinfer.hooks.discover import survey
     from deepinfer.hooks.failure import op_failures
     from deepinfer.hooks.load import LoadedBackend, open_backend
     from deepinfer.hooks.manifest import Manifest
+    from deepinfer.hooks.ops.communicator import CommunicatorCapabilities
     from deepinfer.hooks.record import PLUGIN_API, Backend, OpPack, Requires
     from deepinfer.hooks.table import Binding, OpTable, Provider
     from deepinfer.hooks.trace import Tracer
@@ -39,10 +41,12 @@ _HOMES = {
     ),
     "deepinfer.hooks.bind": ("Contribution",),
     "deepinfer.hooks.build": ("build_ops",),
+    "deepinfer.hooks.devices.facts": ("DeviceProperties", "MemoryInfo", "RuntimeCapabilities"),
     "deepinfer.hooks.discover": ("survey",),
     "deepinfer.hooks.failure": ("op_failures",),
     "deepinfer.hooks.load": ("LoadedBackend", "open_backend"),
     "deepinfer.hooks.manifest": ("Manifest",),
+    "deepinfer.hooks.ops.communicator": ("CommunicatorCapabilities",),
     "deepinfer.hooks.table": ("Binding", "OpTable", "Provider"),
     "deepinfer.hooks.trace": ("Tracer",),
     "deepinfer.hooks.visibility": ("Visibility", "read_visibility"),

@@ -107,8 +107,8 @@ def patchify(image: torch.Tensor, geometry: ImageGeometry, patch: int, dtype: to
     fitted_width, fitted_height, left, top = fit_inside(image.shape[1], image.shape[0], width, height)
     canvas = torch.full((height, width, 3), CANVAS_GREY, dtype=torch.uint8, device=image.device)
     canvas[top : top + fitted_height, left : left + fitted_width] = resize(image, fitted_width, fitted_height)
-    grey = torch.arange(256, dtype=torch.float32, device=image.device)
-    pixels = ((grey / 255 - 0.5) / 0.5).to(dtype)[canvas.to(torch.int64)]
+    grey = torch.arange(256, dtype=torch.float32)  # on the host: not every device divides as exactly
+    pixels = ((grey / 255 - 0.5) / 0.5).to(dtype).to(image.device)[canvas.to(torch.int64)]
     cells = pixels.view(geometry.patch_rows, patch, geometry.patch_columns, patch, 3)
     return cells.permute(0, 2, 4, 1, 3).reshape(-1, 3, patch, patch)
 

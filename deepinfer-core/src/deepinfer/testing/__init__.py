@@ -1,5 +1,6 @@
 """The test kit: conformance of backends, checkpoints to test with, the model without an engine. Public."""
 
+# ruff: noqa: F401  the imports below are for type checkers; at run time `__getattr__` does their work
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any

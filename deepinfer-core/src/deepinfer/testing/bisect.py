@@ -8,6 +8,7 @@ share a private layout can only be switched together. Behind `deepinfer bisect`;
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,12 +20,13 @@ from deepinfer.hooks.api import provides_of
 from deepinfer.hooks.ops import contracts
 from deepinfer.hooks.table import REFERENCE
 from deepinfer.models.deepseek_v41.config import ModelConfig
+from deepinfer.testing import replay_text
 from deepinfer.testing.capture import CallDumper, Record
-from deepinfer.testing.conformance import runs
+from deepinfer.testing.conformance import deviation, runs
+from deepinfer.testing.conformance.deviation import Deviation, Noise
 from deepinfer.testing.conformance.runner import quiet_hooks
-from deepinfer.testing.conformance.runs import Forced, Noise, Script
+from deepinfer.testing.conformance.runs import Forced, Script
 from deepinfer.testing.replay import Replay, StoredCall, judge_recorded
-from deepinfer.testing.results import Failure
 from deepinfer.testing.subject import Subject, load_groups, make_subject
 
 Show = Callable[[str], None]
@@ -95,6 +97,7 @@ class Bench:
     ) -> None:
         self.subject, self.model, self.script, self.arguments = subject, model, script, arguments
         self.show, self.factor = show, factor
+        self.whole: float | None = None
         self.native = [op for unit in switchable(subject) for op in unit.ops]
         self.expected, self.noise = self._reference()
 
@@ -105,6 +108,18 @@ class Bench:
             with runs.engine(self.model, loaded, batch_invariant=order_free, **self.arguments) as llm:
                 made.append(runs.forced(llm, self.script))
         return made[1], Noise.between(*made)
+
+    def _judged(self, deviation: Deviation) -> str | None:
+        """How a run diverges, None if it does not.
+
+        The first run, with all ops native, sets what counts from then on, half of what it deviates: ops that are right
+        add up to a deviation of their own, and none of them should be blamed for that.
+        """
+        ratio, what = deviation.against(self.noise)
+        allowed = max(self.factor, 0.0 if self.whole is None else self.whole / 2)
+        if self.whole is None and math.isfinite(ratio):
+            self.whole = ratio
+        return what if ratio > allowed else None
 
     def overrides(self, keep: Sequence[str]) -> tuple[str, ...]:
         """What binds all native ops but these to the reference. OpBindingError if others would change, too."""
@@ -123,10 +138,7 @@ class Bench:
         settings, arguments = subject.context.settings, self.arguments | {"op_overrides": texts}
         try:
             with runs.engine(self.model, subject.loaded, settings, wrappers, **arguments) as llm:
-                runs.hold(runs.forced(llm, self.script), self.expected, self.noise, self.factor)
-            found = None
-        except Failure as failure:
-            found = str(failure)
+                found = self._judged(Deviation.between(runs.forced(llm, self.script), self.expected))
         except Exception as error:
             found = f"raised {type(error).__name__}: {error}"
         self.show(f"  {label:<44} {'equal' if found is None else found.splitlines()[0]}")
@@ -140,7 +152,7 @@ def bisect(
     directory: str | Path = ".",
     overrides: Sequence[str] = (),
     show: Show = lambda text: None,
-    factor: float = runs.FACTOR,
+    factor: float = deviation.FACTOR,
     **arguments: Any,
 ) -> Finding:
     """Find the op of a backend that is to blame for its output.
@@ -254,8 +266,6 @@ def _first_wrong_call(bench: Bench, chain: Sequence[Unit], culprits: Sequence[st
 
 def text(finding: Finding, backend: str) -> str:
     """The finding in words, for the terminal."""
-    from deepinfer.testing import replay
-
     if not finding.diverges:
         return f"{backend} follows the reference: nothing to find"
     if not finding.culprits:
@@ -267,7 +277,7 @@ def text(finding: Finding, backend: str) -> str:
     if finding.with_:
         lines.append(f"  it shows only together with {'; '.join(map(str, finding.with_))}")
     if finding.call is not None:
-        lines += [f"  its first wrong call is in {finding.call.call.path}:", *_indented(replay.text(finding.call))]
+        lines += [f"  its first wrong call is in {finding.call.call.path}:", *_indented(replay_text.text(finding.call))]
     else:
         lines.append("  every single call of it agrees with the reference: look at what it keeps between calls")
     lines.append("Run without it: " + " ".join(f"--op '{op}={REFERENCE}'" for op in finding.culprits))

@@ -41,13 +41,14 @@ class CacheView:
         table = np.zeros((cache.num_slots, 1), dtype=np.int64)
         step = ops.step_inputs.build(starts, ones, slots, table, starts + 1, bare, Truncation()).encoder
         blocks = torch.arange(cache.num_blocks, device=device)
+
+        def rows(ratio: int) -> torch.Tensor:
+            return torch.arange(len(blocks) * (size // ratio), device=device)
+
         return cls(
             spec, cache.num_blocks, cache.num_slots,
             {n: ops.cache.load_window(cache, n, step, spec.ring).flatten(0, 1) for n in range(spec.window_layers)},
-            {
-                source: ops.cache.load_entries(cache, source, torch.arange(len(blocks) * (size // ratio), device=device))
-                for source, ratio in spec.compressed.items()
-            },
+            {source: ops.cache.load_entries(cache, source, rows(ratio)) for source, ratio in spec.compressed.items()},
             {source: ops.cache.load_index(cache, source, blocks.unsqueeze(0)).flatten(0, 1) for source in spec.index},
         )  # fmt: skip
 

@@ -91,7 +91,7 @@ class CallDumper:
         if self.written is not None:
             return f"stored in {self.written}"
         if self.target.call is None:
-            return f"none of {self.calls} calls failed, nothing is stored; name one by its number, e.g. {self.target.op}:1"
+            return f"none of {self.calls} calls failed, nothing is stored; {self.target.op}:1 would store the first"
         return f"there were {self.calls} calls, nothing is stored"
 
     def wrap(self, binding: Binding, function: Callable[..., Any]) -> Callable[..., Any]:

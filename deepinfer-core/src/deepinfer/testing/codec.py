@@ -105,10 +105,10 @@ class Encoder:
         }
 
     def _place(self, tensor: torch.Tensor) -> _Memory:
-        storage = tensor.untyped_storage()
-        start = tensor.storage_offset() * tensor.element_size()
-        reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1 if tensor.numel() else 0
-        end = start + reach * tensor.element_size()
+        storage, size = tensor.untyped_storage(), tensor.element_size()
+        start = int(tensor.storage_offset()) * size
+        last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        end = start + (last + 1) * size if tensor.numel() else start
         address = storage.data_ptr()  # 0 for empty memory, of which one is like another
         found = self._memory.get(address)
         if found is None:
@@ -119,7 +119,10 @@ class Encoder:
         return found
 
     def finish(self) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
-        """({key: bytes on the host}, {key: first byte of the memory that they cover}). Raises CodecError if too large."""
+        """({key: bytes on the host}, {key: first byte of the memory that they cover}).
+
+        Raises CodecError if there are more than `LIMIT` of them.
+        """
         places = list(self._memory.values())
         total = sum(place.high - place.low for place in places)
         if total > LIMIT:

@@ -114,7 +114,13 @@ def equal(found: torch.Tensor, expected: torch.Tensor) -> Verdict:
     place = int(differs.reshape(-1).int().argmax())
     index, count = _index(place, y.shape), int(differs.sum())
     values = y.reshape(-1)[place].item(), t.reshape(-1)[place].item()
-    worst = {"error": abs(values[0] - values[1]), "bound": 0.0, "index": index, "found": values[0], "expected": values[1]}
+    worst = {
+        "error": abs(values[0] - values[1]),
+        "bound": 0.0,
+        "index": index,
+        "found": values[0],
+        "expected": values[1],
+    }
     detail = f"{count} of {y.numel()} elements differ, first {values[0]!r} at {index}, expected {values[1]!r}"
     return Verdict(False, detail, worst)
 
@@ -176,7 +182,9 @@ def same_selection(
     if rows and excess[row] > bound[row]:
         worst = {"error": float(excess[row]), "bound": float(bound[row]), "index": [row],
                  "found": float(lowest[row]), "expected": float(missed[row])}  # fmt: skip
-        return Verdict(False, f"row {row} leaves out a score {float(missed[row]):.6g} for {float(lowest[row]):.6g}", worst)
+        return Verdict(
+            False, f"row {row} leaves out a score {float(missed[row]):.6g} for {float(lowest[row]):.6g}", worst
+        )
     return Verdict(True)
 
 

@@ -166,7 +166,7 @@ class Replay:
             return ""
         pairs = [(name, leaf, self.found.leaves.get(name)) for name, leaf in self.recorded.leaves.items()]
         differing = [name for name, a, b in pairs if not _same(a, b)]
-        return f"; differs from the record in {_some(differing)}" if differing else "; equal to the record, bit for bit"
+        return f"; differs from the record in {some(differing)}" if differing else "; equal to the record, bit for bit"
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -248,8 +248,8 @@ class _Side:
         """Leaves of a result, and what the ops that write caches left in them."""
         shown = {} if result is None else {"result": result}
         if self.ops.binding(call.op).spec.group == "cache":
-            caches = [operand for operand in operands if isinstance(operand, KVCache)]
-            shown |= {CACHE: _contents(self.ops, cache, self.context.device) for cache in caches}
+            for cache in (operand for operand in operands if isinstance(operand, KVCache)):
+                shown[CACHE] = _contents(self.ops, cache, self.context.device)
         leaves = {name: dense(leaf) for part, value in shown.items() for name, leaf in values(value, part)}
         return Outcome({n: x.detach().cpu() if isinstance(x, torch.Tensor) else x for n, x in leaves.items()})
 
@@ -290,8 +290,8 @@ def _reference(call: StoredCall, settings: Settings) -> _Side:
 
 def _ideal(call: StoredCall, core: _Side) -> Outcome:
     """The float64 run: activations among the operands become float64."""
-    ideal = _Side(yardstick.ideal_table(core.context), yardstick.ideal_context(core.context), core.packages, widens=True)
-    return ideal.run(call)
+    ops, context = yardstick.ideal_table(core.context), yardstick.ideal_context(core.context)
+    return _Side(ops, context, core.packages, widens=True).run(call)
 
 
 def _widened(operand: Any) -> Any:
@@ -300,52 +300,7 @@ def _widened(operand: Any) -> Any:
     return replace(operand, values=operand.values.double()) if type(operand) is QuantTensor else operand
 
 
-# --- for people -------------------------------------------------------------------------------------------------------
-
-
-def text(done: Replay) -> str:
-    """The comparison, a few lines."""
-    head, verdicts = done.call.head, done.verdicts()
-    width = max(len(done.provider), len(REFERENCE))
-    bad = {name: verdict for name, verdict in verdicts.items() if not verdict.ok}
-    good = {name: verdict for name, verdict in verdicts.items() if verdict.ok}
-    lines = [
-        f"{head['op']} v{head['version']}, call {head['call']}, recorded from {head['provider']} "
-        f"{head['distribution_version']} ({head['distribution']}) on {head['device']}",
-        f"  {done.provider:<{width}}  {_shapes(done.found)}{done.repeated()}",
-        f"  {REFERENCE:<{width}}  {_shapes(done.working)}",
-        *(f"  wrong  {name}: {verdict.detail}{_worst(verdict)}" for name, verdict in bad.items()),
-    ]
-    if good:
-        name = max(good, key=lambda name: _share(good[name]))
-        lines.append(f"  right  {_some(list(good))}{_worst(good[name], name)}")
-    who = f"{done.provider} {'agrees with' if done.ok else 'DIFFERS from'} the reference"
-    return "\n".join([*lines, f"{who} on this call of {done.call.op}"])
-
-
-def _shapes(outcome: Outcome) -> str:
-    if outcome.error:
-        return outcome.error
-    tensors = [(name, leaf) for name, leaf in outcome.leaves.items() if isinstance(leaf, torch.Tensor)]
-    shown = [f"{name} {str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}" for name, leaf in tensors]
-    return _some(shown, 3)
-
-
-def _some(names: Sequence[str], count: int = 6) -> str:
+def some(names: Sequence[str], count: int = 6) -> str:
+    """The first names of a list, and how many more there are."""
     rest = len(names) - count
     return ", ".join(names[:count]) + (f" and {rest} more" if rest > 0 else "")
-
-
-def _share(verdict: Verdict) -> float:
-    worst = verdict.worst or {}
-    return worst["error"] / worst["bound"] if worst.get("bound") else 0.0
-
-
-def _worst(verdict: Verdict, name: str = "") -> str:
-    worst = verdict.worst
-    if not worst or "found" not in worst:
-        return ""
-    return (
-        f"\n         worst {f'in {name} ' if name else ''}at {worst['index']}: found {worst['found']:.6g}, expected "
-        f"{worst['expected']:.6g}, error {worst['error']:.3g}, allowed {worst['bound']:.3g}"
-    )

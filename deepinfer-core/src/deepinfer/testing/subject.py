@@ -19,6 +19,7 @@ from deepinfer.hooks import (
     ModelTraits,
     Numerics,
     OpContext,
+    OpGroup,
     OpTable,
     Provider,
     hookimpl,
@@ -180,10 +181,10 @@ IN_PROCESS = "in-process"
 """Stands for the distribution of a backend that was given as an object."""
 
 
-def load_groups(*classes: type, name: str = "local") -> LoadedBackend:
+def load_groups(*classes: type[OpGroup], name: str = "local") -> LoadedBackend:
     """An opened backend whose plugin creates an object of each of these op group classes."""
 
-    def factory(group_class: type) -> object:
+    def factory(group_class: type[OpGroup]) -> object:
         def create(self: object, context: OpContext) -> object:
             return group_class(context)
 

@@ -10,8 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from deepinfer.hooks import BackendError, provides
-from deepinfer.hooks.devices.facts import DeviceProperties
+from deepinfer.hooks import BackendError, DeviceProperties, provides
 from deepinfer.hooks.ops import RuntimeOps
 
 DEVICE_NAME = "Acme emulator in host memory"

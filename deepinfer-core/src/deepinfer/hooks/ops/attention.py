@@ -43,6 +43,9 @@ class AttentionOps(OpGroup):
 
         returns  core: for steps with `in_ring` the visibility [Q, W] bool of each row's window, otherwise one
                  band mask (see reference.attention.band_mask) per span
+
+        Read by `cached` and `chunk`. A provider that overrides `plan` also provides those two, or returns
+        `super().plan(step)` and keeps what is its own in `step.scratch`.
         """
         window = self.traits.sliding_window
         if step.in_ring:
@@ -330,7 +333,7 @@ class AttentionOps(OpGroup):
         """
         bounds = starts.tolist()
         if bounds[0] != 0 or bounds[-1] != q.shape[0]:
-            raise ValueError(f"segments reach from {bounds[0]} to {bounds[-1]}, expected 0 to the {q.shape[0]} rows of q")
+            raise ValueError(f"segments reach from {bounds[0]} to {bounds[-1]}, but there are {q.shape[0]} rows")
         parts = [
             reference.attend_segment(q[a:b], k[a:b], v[a:b], self.numerics.accumulate_dtype)
             for a, b in zip(bounds[:-1], bounds[1:], strict=True)

@@ -39,7 +39,9 @@ class CacheOps(OpGroup):
 
         keys     [Q, head_dim] bfloat16 or float32, after norm and rope
         returns  [Q, head_dim] the keys as a later read returns them (quantized and dequantized, e4m3 per 32 channels)
+        raises   ValueError for other rows than the step's
         """
+        _require_rows("keys", keys, step)
         return cache.storage.store_window(layer, keys, step.rings[cache.spec.ring])
 
     @op(version=1, level="required", status="beta", grain="kernel", layout="kv_cache")
@@ -104,7 +106,10 @@ class CacheOps(OpGroup):
         scores, latents  [Q, head_dim] float32
         returns          [M, head_dim] activation dtype, row i belonging to `step.entries[2].rows[i]`:
                          sum over the pair of softmax(score) * latent, per channel, in float32
+        raises           ValueError for other rows than the step's
         """
+        _require_rows("scores", scores, step)
+        _require_rows("latents", latents, step)
         state = cache.storage.state[source]
         rows, ring = step.entries[2].rows, step.rings[state.shape[1]]
         entries = reference.merge_pairs(scores, latents, state, rows, step, self.numerics.accumulate_dtype)
@@ -125,3 +130,9 @@ class CacheOps(OpGroup):
     def clone_slots(self, cache: KVCache, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy state slots; source, target [S] int64, targets distinct and no source. [in-place cache]"""
         cache.storage.clone_slots(source, target)
+
+
+def _require_rows(name: str, x: torch.Tensor, step: StepInputs) -> None:
+    """Checked on the host: on a device, rows out of range would end the process's use of it."""
+    if x.shape[0] != step.num_rows:
+        raise ValueError(f"{name} has {x.shape[0]} rows, expected the step's {step.num_rows}")

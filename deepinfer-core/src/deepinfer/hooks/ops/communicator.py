@@ -156,7 +156,7 @@ class CommunicatorOps(OpGroup):
 
         x        [rows, ...]; without counts equal rows on all members
         counts   rows of every member, known to all of them; own rows == counts[rank]
-        returns  [sum of rows, ...]
+        returns  [sum of rows, ...]; in a group of one it may be x itself
         """
         to = self._group(group)
         if counts is None:

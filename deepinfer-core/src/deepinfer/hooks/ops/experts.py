@@ -90,7 +90,10 @@ class ExpertOps(OpGroup):
         """Copy every row once per slot, sorted by expert.
 
         x [Q, H], ids [Q, k] int64, weights [Q, k] float32
+        raises  ValueError if ids and weights differ in shape
         """
+        if ids.shape != weights.shape:
+            raise ValueError(f"weights are {list(weights.shape)}, expected {list(ids.shape)} as ids are")
         order, offsets, position = reference.sort_by_expert(ids, num_experts)
         rows = x.take(order // ids.shape[1])
         return Dispatched(rows, weights.flatten().index_select(0, order), offsets, position)

@@ -76,7 +76,10 @@ class GemmOps(OpGroup):
         weight   prepared [E, N, K]
         offsets  [E] int64: expert e owns rows offsets[e-1] .. offsets[e] - 1 (offsets[-1] = 0), offsets[E-1] = R
         returns  [R, N] activation dtype
+        raises   ValueError if offsets and weight have different numbers of experts
         """
+        if offsets.shape[0] != weight.shape[0]:
+            raise ValueError(f"offsets are of {offsets.shape[0]} experts, the weight has {weight.shape[0]}")
         values, dtype, accumulate = _values(x), self.numerics.activation_dtype, self.numerics.accumulate_dtype
         if values.shape[0] == 0:
             return values.new_zeros(0, weight.shape[1], dtype=dtype)

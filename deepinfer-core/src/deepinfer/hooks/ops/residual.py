@@ -48,7 +48,7 @@ class Pending:
 class SiteOutput:
     """What a site hands to its sub-layer and to the next site.
 
-    streams    [Q, m, H] activation dtype, after the write-back
+    streams    [Q, m, H] activation dtype, after the write-back; the site's operand itself where nothing was pending
     pre        [Q, m] float32, collapse weights for the next site
     post, comb as in `Pending`, for this sub-layer's output
     u          [Q, H] activation dtype, normalised sub-layer input

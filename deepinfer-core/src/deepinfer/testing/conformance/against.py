@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
+from deepinfer.errors import ConfigError
 from deepinfer.hooks import LoadedBackend
 from deepinfer.testing import compare
-from deepinfer.testing.conformance import runs
+from deepinfer.testing.conformance import deviation, runs
 from deepinfer.testing.conformance.engine import EngineBench
 from deepinfer.testing.conformance.judge import judge, outcome
 from deepinfer.testing.conformance.report import Report
@@ -30,7 +31,9 @@ LEVELS = (OPS, ENGINE)
 def run_against(
     backend: str | LoadedBackend, other: str | LoadedBackend, options: Options, show: Show = lambda text: None
 ) -> Report:
-    """Compare two backends on the levels 1 and 4 that the options choose."""
+    """Compare two backends on the levels 1 and 4, as far as the options choose. ConfigError if they choose neither."""
+    if not set(LEVELS) & set(options.chosen_levels):
+        raise ConfigError("--against compares ops (level 1) and engines (level 4); --level chooses neither")
     with quiet_hooks():
         first = make_subject(backend, options.config, overrides=options.overrides, seed=options.seed)
         second = make_subject(other, options.config, seed=options.seed)
@@ -117,7 +120,7 @@ def engine_cases(first: Subject, second: Subject, quick: bool = False) -> Iterat
     theirs.checkpoints = ours.checkpoints
 
     def logprobs() -> Worst:
-        return runs.hold(ours.plain, theirs.plain, ours.noise)
+        return deviation.hold(ours.plain, theirs.plain, ours.noise)
 
     def greedy() -> str:
         with theirs.engine() as llm:
@@ -127,7 +130,7 @@ def engine_cases(first: Subject, second: Subject, quick: bool = False) -> Iterat
         with ours.engine() as llm:
             chosen = runs.greedy(llm, ours.script.prompts, ours.tokens)
             along = runs.forced(llm, script, score_prompts=False)
-        return runs.hold_tokens(chosen, along, wanted, reference, ours.noise)
+        return deviation.hold_tokens(chosen, along, wanted, reference, ours.noise)
 
     yield Case(ENGINE, None, f"log-probabilities of {first.name} and {second.name}", logprobs)
     yield Case(ENGINE, None, f"greedy tokens of {first.name} and {second.name}", greedy)

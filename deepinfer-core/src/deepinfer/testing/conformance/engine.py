@@ -17,8 +17,9 @@ from deepinfer.entrypoints.llm import LLM
 from deepinfer.environ import variable_of
 from deepinfer.errors import UnsupportedError
 from deepinfer.sampling_params import SamplingParams
-from deepinfer.testing.conformance import runs
-from deepinfer.testing.conformance.runs import CALM, MICRO, Forced, Noise, Script
+from deepinfer.testing.conformance import deviation, runs
+from deepinfer.testing.conformance.deviation import Noise
+from deepinfer.testing.conformance.runs import CALM, MICRO, Forced, Script
 from deepinfer.testing.opinfo.record import OpInfo
 from deepinfer.testing.results import Case, CaseResult, Failure, Skip, Worst
 from deepinfer.testing.subject import IN_PROCESS, Subject, load_groups
@@ -106,9 +107,9 @@ class EngineBench:
     def follows(self, checkpoint: str) -> Worst:
         ideal, noise = self.reference(checkpoint)
         if checkpoint == CALM:
-            return runs.hold(self.plain, ideal, noise)
+            return deviation.hold(self.plain, ideal, noise)
         with self.engine(checkpoint) as llm:
-            return runs.hold(runs.forced(llm, self.script), ideal, noise)
+            return deviation.hold(runs.forced(llm, self.script), ideal, noise)
 
     def greedy(self) -> str:
         prompts = self.script.prompts
@@ -118,7 +119,7 @@ class EngineBench:
             reference = runs.forced(llm, script, score_prompts=False)
         with self.engine() as llm:
             chosen, along = runs.greedy(llm, prompts, self.tokens), runs.forced(llm, script, score_prompts=False)
-        return runs.hold_tokens(chosen, along, expected, reference, self.noise)
+        return deviation.hold_tokens(chosen, along, expected, reference, self.noise)
 
     # against itself
 
@@ -128,7 +129,7 @@ class EngineBench:
             raise Skip(f"not declared deterministic: {', '.join(wavering)}")
         with self.engine() as llm:
             for _ in range(2):  # in another engine, and once more in that one
-                runs.same(runs.forced(llm, self.script), self.plain)
+                deviation.same(runs.forced(llm, self.script), self.plain)
 
     def _declares(self, op: str, flag: str) -> bool:
         from deepinfer.hooks.api import provides_of
@@ -138,18 +139,18 @@ class EngineBench:
 
     def chunked(self) -> Worst:
         with self.engine(max_num_batched_tokens=48) as llm:
-            return runs.hold(runs.forced(llm, self.script), self.plain, self.noise)
+            return deviation.hold(runs.forced(llm, self.script), self.plain, self.noise)
 
     def alone(self) -> Worst:
         with self.engine(max_num_seqs=1) as llm:
-            return runs.hold(runs.forced(llm, self.script), self.plain, self.noise)
+            return deviation.hold(runs.forced(llm, self.script), self.plain, self.noise)
 
     def truncation(self) -> Worst:
         made = []
         for mode in ("mask", "compact"):
             with self.engine(yoco_prefill_truncation_mode=mode, yoco_prefill_keep_tokens=24) as llm:
                 made.append(runs.forced(llm, self.script, score_prompts=False))
-        return runs.hold(made[1], made[0], self.noise)
+        return deviation.hold(made[1], made[0], self.noise)
 
     def preemption(self) -> Worst:
         """Prompts that fill their blocks, in a cache that cannot hold what they grow to."""
@@ -160,15 +161,16 @@ class EngineBench:
             tight = runs.forced(llm, script, score_prompts=False)
         if not tight.preempted:
             raise Failure("no sequence was preempted, though the cache cannot hold them all")
-        return runs.hold(tight, roomy, self.noise)
+        return deviation.hold(tight, roomy, self.noise)
 
     def invariant(self) -> str:
         made = []
-        for arguments in ({}, {"max_num_batched_tokens": 48}, {"max_num_seqs": 1}):
+        variants: tuple[dict[str, Any], ...] = ({}, {"max_num_batched_tokens": 48}, {"max_num_seqs": 1})
+        for arguments in variants:
             with self.engine(batch_invariant=True, **arguments) as llm:
                 made.append(runs.forced(llm, self.short_script))
         for other in made[1:]:
-            runs.same(other, made[0])
+            deviation.same(other, made[0])
         native = [name for name in self.subject.native if self._declares(name, "batch_invariant")]
         return f"{len(native)} of {len(self.subject.native)} native ops declare it, the others are core's there"
 
@@ -199,14 +201,15 @@ class EngineBench:
         """The plain run with other arguments; skipped where core refuses them as not available."""
         try:
             with self.engine(**arguments) as llm:
-                return runs.hold(runs.forced(llm, self.script), self.plain, self.noise)
+                return deviation.hold(runs.forced(llm, self.script), self.plain, self.noise)
         except UnsupportedError as error:
             raise Skip(str(error)) from None
 
     def structured(self) -> str:
         params = SamplingParams(so_args={"schema_type": "regex", "schema": "(ab)+"}, max_tokens=8, temperature=0.0)
         with self.engine() as llm:
-            output = llm.generate(prompt_token_ids=[[0, 5, 6]], sampling_params=params, use_tqdm=False)[0]
+            outputs: list[Any] = llm.generate(prompt_token_ids=[[0, 5, 6]], sampling_params=params, use_tqdm=False)
+        output = outputs[0]
         if output.error is not None and "not available" in str(output.error):
             raise Skip(str(output.error))
         if output.error is not None or set(output.text) - set("ab"):

@@ -143,7 +143,7 @@ def _xfail_problems(entry: Mapping[str, Any], ops: Sequence[str], core: str) -> 
     problems = [_unknown(key, XFAIL_KEYS, "key") for key in entry if key not in XFAIL_KEYS]
     for key in XFAIL_KEYS:
         if not isinstance(entry.get(key), str) or not entry[key].strip():
-            problems.append(f"{key} is missing; every entry has {', '.join(XFAIL_KEYS)}, each a text that says something")
+            problems.append(f"{key} is missing; every entry has {', '.join(XFAIL_KEYS)}, each a text")
     if problems:
         return problems
     if entry["op"] != NO_OP and not fnmatch.filter(ops, entry["op"]):

@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from deepinfer.hooks import PLUGIN_API, OpGroup, discover
+from deepinfer.hooks import PLUGIN_API, OpGroup
 from deepinfer.hooks.api import provides_of
 from deepinfer.hooks.build import contributions
 from deepinfer.hooks.load import hook_problems
@@ -110,7 +110,8 @@ class _Children:
         changed = {line.split()[2] for line in lines if _is_environment(line)}
         undeclared = sorted(changed - set(answer["declared"]))
         if undeclared:
-            raise Failure(f"changed {', '.join(undeclared)}; declare them with Backend(environment=...), core sets them")
+            names = ", ".join(undeclared)
+            raise Failure(f"changed {names}; declare them with Backend(environment=...), then core sets them")
         return f"declared: {', '.join(sorted(answer['declared']))}" if answer["declared"] else ""
 
     def _opened(self) -> dict[str, Any]:
@@ -153,7 +154,8 @@ def _initial_environment() -> dict[str, str]:
         pairs = Path("/proc/self/environ").read_bytes().split(b"\0")
     except OSError:  # no such file system
         return dict(os.environ)
-    return {os.fsdecode(name): os.fsdecode(value) for name, _, value in (pair.partition(b"=") for pair in pairs if pair)}
+    split = [os.fsdecode(pair).partition("=") for pair in pairs if pair]
+    return {name: value for name, _, value in split}
 
 
 def _quiet(answers: list[dict[str, Any]], what: str) -> str:
@@ -219,8 +221,8 @@ def _no_import_hooks(distribution: str) -> None:
 
 def _is_editable(distribution: str) -> bool:
     """An editable installation consists of such a file."""
-    text = metadata.distribution(distribution).read_text("direct_url.json")
-    return bool(text) and json.loads(text).get("dir_info", {}).get("editable", False)
+    text = metadata.distribution(distribution).read_text("direct_url.json") or "{}"
+    return json.loads(text).get("dir_info", {}).get("editable", False)
 
 
 def _api(subject: Subject) -> str:

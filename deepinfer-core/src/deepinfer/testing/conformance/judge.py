@@ -14,7 +14,7 @@ from deepinfer.hooks import QuantTensor
 from deepinfer.reference import quant
 from deepinfer.testing import compare
 from deepinfer.testing.compare import Verdict
-from deepinfer.testing.opinfo.context import SampleContext, Trio
+from deepinfer.testing.opinfo.context import SampleContext
 from deepinfer.testing.opinfo.record import Args, OpInfo, Sample
 from deepinfer.testing.opinfo.tree import dense, named, values
 from deepinfer.testing.results import Failure, Worst

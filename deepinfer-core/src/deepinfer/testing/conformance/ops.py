@@ -1,9 +1,9 @@
 """Level 1: every op on every sample against the reference, and what its contract says of operands and results.
 
 For each sample: the numbers (`compare.py`), shape, dtype, device and contiguity of results, memory of their own,
-operands unchanged, and all that while new memory is full of junk; then operands that must raise, the checks of behaviour
-that an op's record brings along and, unless in a hurry, samples that Hypothesis draws. `run` is called by the kit's
-runner and by a backend's own tests.
+operands unchanged, and all that while new memory is full of junk; then operands that must raise, the checks of
+behaviour that an op's record brings along and, unless in a hurry, samples that Hypothesis draws. `run` is called by the
+kit's runner and by a backend's own tests.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from deepinfer.errors import BackendError
 from deepinfer.hooks import QuantTensor
 from deepinfer.testing.conformance.judge import judge, observed, off_grid, outcome, run_op
 from deepinfer.testing.opinfo.context import SampleContext, Trio
@@ -65,7 +66,9 @@ def _draw_samples(info: OpInfo, trio: Trio) -> None:
     except ImportError:
         raise Skip("hypothesis is not installed: pip install 'deepinfer-core[test]'") from None
 
-    @hypothesis.settings(max_examples=DRAWN, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck))
+    @hypothesis.settings(
+        max_examples=DRAWN, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck)
+    )
     @hypothesis.seed(trio.found.seed)
     @hypothesis.given(info.strategy(trio.found))
     def holds(recipe: Callable[[SampleContext], Sample]) -> None:
@@ -191,9 +194,10 @@ def check_leaf(info: OpInfo, ctx: SampleContext, name: str, leaf: Any, model: An
 
 
 def errors(info: OpInfo, ctx: SampleContext) -> Iterator[CaseResult]:
-    """Operands that break the contract raise what the record says."""
+    """Operands that break the contract raise what the record says; all of it can be seen without the device."""
     for sample in info.errors(ctx):
         yield run_case(LEVEL, info.name, f"error: {sample.name}", lambda: expect_error(info, ctx, sample))  # noqa: B023
+        _require_alive(ctx, f"{info.name}, error: {sample.name}")
 
 
 def expect_error(info: OpInfo, ctx: SampleContext, sample: ErrorSample) -> str:
@@ -207,6 +211,14 @@ def expect_error(info: OpInfo, ctx: SampleContext, sample: ErrorSample) -> str:
     except Exception as error:
         raise Failure(f"raised {type(error).__name__}: {error}; expected {names}") from error
     raise Failure(f"accepted operands that break the contract; expected {names}")
+
+
+def _require_alive(ctx: SampleContext, after: str) -> None:
+    """Raise `BackendError` if the device takes no more work, which nothing later in this process would survive."""
+    try:
+        torch.zeros(1, device=ctx.device).cpu()
+    except RuntimeError as error:
+        raise BackendError(f"the device is unusable after {after}; the op has to look at shapes first") from error
 
 
 def checks(info: OpInfo, trio: Trio, level: int, quick: bool) -> Iterator[CaseResult]:

@@ -20,11 +20,19 @@ from deepinfer.hooks.api import provides_of
 from deepinfer.testing.conformance.judge import observed, outcome, run_op
 from deepinfer.testing.conformance.ops import checks, parameters, records
 from deepinfer.testing.opinfo.context import SampleContext, Trio
+from deepinfer.testing.opinfo.memory import contents
 from deepinfer.testing.opinfo.record import (
-    BATCH_INVARIANT, CANARY, GRAPH, REPEATABLE, STREAM, Args, Batch, OpInfo, Sample,
+    BATCH_INVARIANT,
+    CANARY,
+    GRAPH,
+    REPEATABLE,
+    STREAM,
+    Args,
+    Batch,
+    OpInfo,
+    Sample,
 )  # fmt: skip
-from deepinfer.testing.opinfo.runtime import busy
-from deepinfer.testing.opinfo.steps import contents
+from deepinfer.testing.opinfo.streams import busy
 from deepinfer.testing.opinfo.tree import same_bits, tensors
 from deepinfer.testing.results import SKIP, CaseResult, Failure, Skip, run_case
 from deepinfer.testing.subject import Subject
@@ -120,7 +128,11 @@ def require_same(found: Mapping[str, Any], expected: Mapping[str, Any], what: st
     """Raise `Failure` unless two observed results have the same bits."""
     for name, leaf in expected.items():
         other = found.get(name)
-        same = same_bits(other, leaf) if isinstance(leaf, torch.Tensor) and isinstance(other, torch.Tensor) else other == leaf
+        same = (
+            same_bits(other, leaf)
+            if isinstance(leaf, torch.Tensor) and isinstance(other, torch.Tensor)
+            else other == leaf
+        )
         if not same:
             raise Failure(f"{name}: {what}{_difference(other, leaf)}")
 
@@ -155,7 +167,9 @@ def repeatable(info: OpInfo, trio: Trio, number: int) -> None:
     sample = sample_of(info, ctx, number)
     first = outcome(info, ctx, sample)
     for turn in range(2, REPEATS + 1):
-        require_same(outcome(info, ctx, sample), first, f"call {turn} with equal operands gives other bits than the first")
+        require_same(
+            outcome(info, ctx, sample), first, f"call {turn} with equal operands gives other bits than the first"
+        )
 
 
 def batch_invariant(info: OpInfo, trio: Trio, number: int, alone: int = ALONE) -> None:
@@ -167,7 +181,11 @@ def batch_invariant(info: OpInfo, trio: Trio, number: int, alone: int = ALONE) -
     whole = _parts(info, ctx, batch, parts)
     step = max(1, len(parts) // alone)
     orders = [("alone", [i]) for i in parts[::step]]
-    orders += [("in another order", parts[::-1]), ("among other neighbours", parts[1::2]), ("rotated", parts[1:] + parts[:1])]
+    orders += [
+        ("in another order", parts[::-1]),
+        ("among other neighbours", parts[1::2]),
+        ("rotated", parts[1:] + parts[:1]),
+    ]
     for what, order in orders:
         for i, found in zip(order, _parts(info, ctx, batch, order), strict=True):
             require_same(found, whole[i], f"part {i} {what} gives other bits than in the whole batch")

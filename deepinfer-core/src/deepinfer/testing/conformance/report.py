@@ -51,16 +51,16 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing failed."""
-        return not any(result.bad for result in self.results)
+        """Whether something was run and nothing failed."""
+        return bool(self.results) and not any(result.bad for result in self.results)
 
-    # --- for people ----------------------------------------------------------------------------------------------------
+    # --- for people -------------------------------------------------------------------------------------------------
 
     def heading(self) -> str:
         """Who is tested, and the state of its op table."""
-        versus = f" against {_who(self.against)}" if self.against else ""
+        versus = f" against {who(self.against)}" if self.against else ""
         seed = self.options.get("seed", 0)
-        first = f"deepinfer conformance: {_who(self.backend)}{versus}, model {self.model}, seed {seed}"
+        first = f"deepinfer conformance: {who(self.backend)}{versus}, model {self.model}, seed {seed}"
         return f"{first}\n  {op_report.summary(self.ops)}\n\n{self._row('level', *STATUSES, 'time')}"
 
     def level_line(self, level: int) -> str:
@@ -104,7 +104,7 @@ class Report:
         where = f" in {', '.join(ops)}" if ops else ""
         return f"{self.backend.name} FAILS: {sum(result.bad for result in self.results)} cases{where}"
 
-    # --- for programs --------------------------------------------------------------------------------------------------
+    # --- for programs -----------------------------------------------------------------------------------------------
 
     def to_json(self) -> dict[str, Any]:
         """Everything, JSON-ready."""
@@ -146,6 +146,8 @@ class Report:
 
     def write(self, directory: str | Path) -> Path:
         """Write report.json and report.md; returns the directory."""
+        from deepinfer.testing.conformance.page import markdown
+
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         text = json.dumps(self.to_json(), indent=1, ensure_ascii=False)
@@ -173,7 +175,8 @@ def skip_reasons(results: Iterable[CaseResult]) -> Counter[str]:
     return Counter(result.detail for result in results if result.status == SKIP)
 
 
-def _who(backend: LoadedBackend) -> str:
+def who(backend: LoadedBackend) -> str:
+    """A backend with version, distribution and device."""
     return f"{backend.name} {backend.entry.version} ({backend.entry.distribution}) on {backend.device_type}"
 
 
@@ -212,89 +215,17 @@ def failure_text(result: CaseResult) -> str:
     if worst and "found" in worst:
         part = f" of {worst['part']}" if worst.get("part") else ""
         lines.append(
-            f"      worst{part} at {worst['index']}: found {_number(worst['found'])}, expected "
-            f"{_number(worst['expected'])}, error {_number(worst['error'])}, allowed {_number(worst['bound'])}"
+            f"      worst{part} at {worst['index']}: found {number(worst['found'])}, expected "
+            f"{number(worst['expected'])}, error {number(worst['error'])}, allowed {number(worst['bound'])}"
         )
     return "\n".join(lines)
 
 
-def _number(value: Any) -> str:
+def number(value: Any) -> str:
+    """A float with six digits, anything else as it is."""
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _wrapped(head: str, text: str) -> str:
     body = " ".join(text.split())
     return "\n".join(textwrap.wrap(body, WIDTH, initial_indent=head, subsequent_indent=" " * (len(head) + 2))) or head
-
-
-# --- markdown ---------------------------------------------------------------------------------------------------------
-
-
-def markdown(report: Report) -> str:
-    """The report as a page."""
-    sections = [
-        f"# Conformance of {_who(report.backend)}",
-        f"{report.verdict()}. {op_report.summary(report.ops)}.",
-        "## Environment",
-        _table(("what", "value"), _environment_rows(report)),
-        "## Levels",
-        _table(("level", *STATUSES, "seconds"), [_level_row(report, level) for level in _levels(report)]),
-        "## Ops",
-        _table(("op", *MATRIX), [_matrix_row(row) for row in report.matrix()]),
-    ]
-    bad = [result for result in report.results if result.bad]
-    if bad:
-        sections += ["## Failures", "\n".join(["```", *(failure_text(result) for result in bad), "```"])]
-    if worst := report.worst():
-        rows = [_worst_row(row) for row in worst]
-        sections += ["## Worst errors", _table(("op", "case", "error", "allowed", "index", "found", "expected"), rows)]
-    if skips := skip_reasons(report.results):
-        rows = [(str(number), " ".join(reason.split())) for reason, number in skips.most_common()]
-        sections += ["## Skipped", _table(("cases", "reason"), rows)]
-    timed = [result for result in report.results if result.figures and result.op]
-    if timed:
-        rows = [(str(r.op), r.case, r.detail) for r in timed]
-        sections += ["## Times", _table(("op", "sample", "time"), rows)]
-    return "\n\n".join(sections) + "\n"
-
-
-def _levels(report: Report) -> list[int]:
-    return sorted({result.level for result in report.results})
-
-
-def _level_row(report: Report, level: int) -> tuple[str, ...]:
-    mine = [result for result in report.results if result.level == level]
-    counts, seconds = count(mine), sum(result.seconds for result in mine)
-    return (f"{level} {LEVELS[level]}", *(str(counts[status] or "") for status in STATUSES), f"{seconds:.1f}")
-
-
-def _environment_rows(report: Report) -> list[tuple[str, str]]:
-    found = environment()
-    rows = [("backend", _who(report.backend))]
-    rows += [("against", _who(report.against))] if report.against else []
-    rows += [("model", report.model), ("digest", report.ops.digest)]
-    rows += [(name, str(found[name])) for name in ("python", "platform", "cores", "threads")]
-    rows += list(found["packages"].items())
-    rows += [(name, value) for name, value in found["variables"].items()]
-    return rows + [(f"--{name}", str(value)) for name, value in report.options.items() if value not in (None, False)]
-
-
-def _matrix_row(row: Mapping[str, Any]) -> tuple[str, ...]:
-    marks = {row["kind"]: "x"}
-    if row["state"] in (XFAIL, FAIL):
-        marks[row["state"]] = str(sum(row["cases"].get(s, 0) for s in _counted_as(row["state"])))
-    return (row["op"], *(marks.get(column, "") for column in MATRIX))
-
-
-def _counted_as(state: str) -> tuple[str, ...]:
-    return (XFAIL,) if state == XFAIL else (FAIL, XPASS)
-
-
-def _worst_row(row: Mapping[str, Any]) -> tuple[str, ...]:
-    values = (_number(row["error"]), _number(row["bound"]), str(row.get("index", "")))
-    return (row["op"], row["case"], *values, _number(row.get("found", "")), _number(row.get("expected", "")))
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from deepinfer.hooks.ops import contracts
 from deepinfer.testing.conformance.expected import Expectations
 from deepinfer.testing.conformance.report import LEVELS, Report
 from deepinfer.testing.opinfo import OpInfo, op_infos
-from deepinfer.testing.results import FAIL, SKIP, CaseResult
+from deepinfer.testing.results import FAIL, SKIP, Case, CaseResult
 from deepinfer.testing.subject import Subject, make_subject
 
 DEFAULT_LEVELS = (0, 1, 2, 3, 4)
@@ -158,16 +159,27 @@ def level_parts(level: int, subject: Subject, infos: Mapping[str, OpInfo], optio
     """
     expected = options.expected
     for skip in _left_out(level, options):
-        yield skip.name, lambda skip=skip: [skip]
+        yield skip.name, partial(_marked, expected, [skip])
     if level in expected.excluded:
         return
     if level in (*OP_LEVELS, 5):
         for name, info in infos.items():
-            alone = {name: info}
-            yield name, lambda alone=alone: [*map(expected.apply, _results(level, subject, alone, options))]
+            yield name, partial(_run_op, level, subject, {name: info}, options)
         return
     for case in _module(level).cases(subject, infos, options.quick):
-        yield case.name, lambda case=case: [expected.apply(case.run())]
+        yield case.name, partial(_run_single, case, expected)
+
+
+def _run_op(level: int, subject: Subject, infos: Mapping[str, OpInfo], options: Options) -> list[CaseResult]:
+    return _marked(options.expected, _results(level, subject, infos, options))
+
+
+def _run_single(case: Case, expected: Expectations) -> list[CaseResult]:
+    return _marked(expected, [case.run()])
+
+
+def _marked(expected: Expectations, results: Iterable[CaseResult]) -> list[CaseResult]:
+    return [expected.apply(result) for result in results]
 
 
 def guarded(level: int, results: Iterable[CaseResult]) -> Iterator[CaseResult]:
@@ -186,7 +198,8 @@ def read_timings(path: Path | None) -> dict[str, dict[str, float]]:
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))["timings"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path}: is no report.json of the conformance kit ({type(error).__name__}: {error})") from None
+        why = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{path}: is no report.json of the conformance kit ({why})") from None
 
 
 @contextmanager

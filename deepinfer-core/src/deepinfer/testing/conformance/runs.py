@@ -28,7 +28,7 @@ from deepinfer.hooks.trace import Wrapper
 from deepinfer.models.deepseek_v41.config import ModelConfig
 from deepinfer.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from deepinfer.testing.checkpoint import write_checkpoint
-from deepinfer.testing.results import Failure, Worst
+from deepinfer.testing.results import Failure
 
 MICRO, CALM = "micro", "calm"
 
@@ -39,15 +39,6 @@ MAX_LENGTH = 512
 """Longest text, prompt and generated tokens together."""
 
 SEQUENCES = 4
-
-FACTOR = 3.0
-"""How many times the reference's own rounding noise a whole model may deviate, in the mean and at most."""
-
-FLOOR = 1e-3
-"""Deviation in nats that always passes."""
-
-IMPOSSIBLE = -1e3
-"""Log-probabilities below are the floor of banned tokens."""
 
 
 def configuration(name: str) -> ModelConfig:
@@ -154,7 +145,7 @@ def _dense(top: Any, vocabulary: int) -> np.ndarray:
 
 def _generate(llm: LLM, prompts: Sequence[Sequence[int]], params: Any) -> list[Any]:
     ids = [list(prompt) for prompt in prompts]
-    outputs = llm.generate(prompt_token_ids=ids, sampling_params=params, use_tqdm=False)
+    outputs: list[Any] = llm.generate(prompt_token_ids=ids, sampling_params=params, use_tqdm=False)
     errors = [f"prompt {o.index}: {o.error}" for o in outputs if o.error is not None]
     if errors:
         raise Failure("requests failed: " + "; ".join(errors))
@@ -174,110 +165,3 @@ def sampled(llm: LLM, prompts: Sequence[Sequence[int]], tokens: int) -> list[tup
         for seed in range(len(prompts))
     ]
     return [tuple(output.token_ids) for output in _generate(llm, prompts, params)]
-
-
-# --- comparing -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Noise:
-    """Deviation of the working reference from the order-free one, in nats: what rounding alone does to this model.
-
-    mean     root mean square over all log-probabilities;  largest  of any of them
-    """
-
-    mean: float
-    largest: float
-
-    @classmethod
-    def between(cls, working: Forced, ideal: Forced) -> Noise:
-        """The noise of a pair of reference runs."""
-        deviations = np.concatenate([np.abs(d).ravel() for _, d in _differences(working, ideal)])
-        return cls(float(np.sqrt((deviations**2).mean())), float(deviations.max()))
-
-
-def hold(found: Forced, expected: Forced, noise: Noise, factor: float = FACTOR) -> Worst:
-    """Raise Failure unless two runs deviate by `factor` times the noise at most, each prompt in the mean and everywhere.
-
-    Returns the largest deviation of all.
-    """
-    mean, largest = factor * noise.mean + FLOOR, factor * noise.largest + FLOOR
-    worst: dict[str, Any] = {"error": -1.0}
-    for where, difference in _differences(found, expected):
-        size = np.abs(difference)
-        place = np.unravel_index(int(size.argmax()), size.shape)
-        if not np.isfinite(difference).all():
-            raise Failure(f"{where} has log-probabilities that are no numbers, or bans other tokens")
-        root = float(np.sqrt((size**2).mean()))
-        if size[place] > worst["error"]:
-            a, b = _values(found, expected, where, place)
-            index = [where, *(int(i) for i in place)]
-            worst = {"error": float(size[place]), "bound": largest, "index": index, "found": a, "expected": b}
-        if root > mean:
-            raise Failure(f"{where} deviates by {root:.3g} nats in the mean, allowed {mean:.3g}", worst)
-        if size[place] > largest:
-            raise Failure(f"{where} deviates by {size[place]:.3g} nats at {worst['index']}, allowed {largest:.3g}", worst)
-    return worst
-
-
-def same(found: Forced, expected: Forced) -> None:
-    """Raise Failure unless two runs are equal bit for bit."""
-    for where, difference in _differences(found, expected):
-        if np.any(difference != 0):
-            count = int(np.count_nonzero(difference))
-            largest = float(np.abs(difference).max())
-            raise Failure(f"{where}: {count} of {difference.size} log-probabilities differ, by up to {largest:.3g} nats")
-
-
-def _parts(run: Forced) -> dict[str, np.ndarray]:
-    parts = {f"generated tokens of prompt {i}": values for i, values in enumerate(run.decode)}
-    return parts | {f"prompt {i}": values for i, values in enumerate(run.prompt or ())}
-
-
-def _differences(found: Forced, expected: Forced) -> Iterator[tuple[str, np.ndarray]]:
-    """(part, differences) of what both runs have; a token banned in both differs by 0, in one of them by infinity."""
-    theirs = _parts(expected)
-    for where, values in _parts(found).items():
-        if where in theirs:
-            a, b = values, theirs[where]
-            banned = (a < IMPOSSIBLE).astype(int) + (b < IMPOSSIBLE)
-            yield where, np.where(banned == 2, 0.0, np.where(banned == 1, np.inf, a - b))
-
-
-def _values(found: Forced, expected: Forced, where: str, place: tuple[Any, ...]) -> tuple[float, float]:
-    return float(_parts(found)[where][place]), float(_parts(expected)[where][place])
-
-
-def hold_tokens(
-    chosen: Sequence[Sequence[int]], along: Forced, expected: Sequence[Sequence[int]], reference: Forced, noise: Noise
-) -> str:
-    """Raise Failure unless the likeliest token is the reference's everywhere, ties of the reference aside.
-
-    chosen             what the engine generated by itself;  along: its log-probabilities, forced along `expected`
-    expected           greedy tokens of the reference, `reference` its log-probabilities along them
-    Returns how many tokens were equal.
-    """
-    tie, equal, total = 2 * (FACTOR * noise.mean + FLOOR), 0, 0
-    for number, tokens in enumerate(expected):
-        best = along.decode[number].argmax(-1)
-        _check_own_choice(number, chosen[number], best, tokens)
-        for at, token in enumerate(tokens):
-            row, ours = reference.decode[number][at], int(best[at])
-            gap = float(row[token] - row[ours])
-            total, equal = total + 1, equal + (ours == token)
-            if gap > tie:
-                worst = {"error": gap, "bound": tie, "index": [number, at], "found": ours, "expected": token}
-                raise Failure(
-                    f"prompt {number}, token {at}: {ours}, expected {token}, which the reference prefers by {gap:.3g} "
-                    f"nats; up to {tie:.3g} would be a tie", worst,
-                )  # fmt: skip
-    return f"{equal} of {total} tokens equal, the others are ties of the reference"
-
-
-def _check_own_choice(number: int, chosen: Sequence[int], best: np.ndarray, expected: Sequence[int]) -> None:
-    """As long as a text is the expected one, an engine generates what it finds likeliest."""
-    for at, (own, likeliest, token) in enumerate(zip(chosen, best.tolist(), expected, strict=True)):
-        if own not in (likeliest, token):
-            raise Failure(f"prompt {number}, token {at}: generated {own}, but {likeliest} is its likeliest token")
-        if own != token:
-            return

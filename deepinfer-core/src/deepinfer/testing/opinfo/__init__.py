@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 
-from deepinfer.hooks.ops import CONTRACTS
+from deepinfer.hooks.ops import CONTRACTS, contracts
 from deepinfer.testing.opinfo.context import SampleContext, Trio
 from deepinfer.testing.opinfo.record import Batch, Check, Cost, ErrorSample, OpInfo, Sample
 
@@ -18,5 +18,6 @@ __all__ = ["Batch", "Check", "Cost", "ErrorSample", "OpInfo", "Sample", "SampleC
 def op_infos(*groups: str) -> dict[str, OpInfo]:
     """{op: record} of the groups named, or of all, in the order of the contracts."""
     wanted = groups or tuple(group for group, _ in CONTRACTS)
-    modules = [importlib.import_module(f"{__name__}.{group}") for group in wanted]
-    return {info.name: info for module in modules for info in module.INFOS}
+    found = {group: {i.name: i for i in importlib.import_module(f"{__name__}.{group}").INFOS} for group in wanted}
+    specs = [spec for contract in contracts() if contract.group in found for spec in contract.op_specs.values()]
+    return {spec.name: found[spec.group][spec.name] for spec in specs}

@@ -1,4 +1,4 @@
-"""Samples of the attention ops that read values: rope, plan, latent attention in its two forms, drafts, images."""
+"""Samples of the attention ops that read values: plan, latent attention in its two forms, drafts."""
 
 from __future__ import annotations
 
@@ -10,87 +10,64 @@ import torch
 
 from deepinfer.hooks import KVCache, Selection
 from deepinfer.hooks.ops.attention import LatentWeights
-from deepinfer.reference.rope import rope_table
-from deepinfer.testing.opinfo import indexer, split
-from deepinfer.testing.opinfo.cache import (
-    DECODE, EDGES, LONG, MIXED, MOST_IN_RING, ONE, SHORT, any_scene, scene_sample,
-)  # fmt: skip
-from deepinfer.testing.opinfo.context import SampleContext, Trio, once
+from deepinfer.testing.opinfo import encoder, indexer, rope, split
+from deepinfer.testing.opinfo.context import SampleContext, Trio
+from deepinfer.testing.opinfo.memory import LAYER, SOURCES, contents
 from deepinfer.testing.opinfo.record import (
-    CANARY, PURE, REPEATABLE, Args, Check, ErrorSample, OpInfo, Sample, by_rows, by_sequences,
-)  # fmt: skip
-from deepinfer.testing.opinfo.steps import LAYER, SOURCES, Scene, contents
-from deepinfer.testing.opinfo.strategies import rows_and_seeds
-
-TABLE_ROWS = 2048
-"""Positions of the rope tables, more than any sample reaches."""
-THETA = 10000.0
-
-# rope
-
-
-def table(ctx: SampleContext) -> torch.Tensor:
-    """[TABLE_ROWS, rope_dim] float32"""
-    return ctx.float32(rope_table(TABLE_ROWS, THETA, ctx.traits.qk_rope_head_dim))
-
-
-def rope(ctx: SampleContext, rows: int, shape: tuple[int, ...], inverse: bool = False, wide: bool = False,
-         slow: bool = False) -> Sample:  # fmt: skip
-    """wide: float32 channels."""
-    kind = f"{'float32' if wide else 'activations'}{', inverse' if inverse else ''}"
-    name = f"{kind}, {' x '.join(map(str, (rows, *shape)))}"
-    ctx = ctx.at(name)
-    x, places = once(lambda: ctx.normal("x", rows, *shape)), once(lambda: ctx.integers("p", 0, TABLE_ROWS, rows))
-    angles = once(lambda: table(ctx))
-    make = ctx.float32 if wide else ctx.activation
-    return by_rows(name, rows, lambda i: (make(x()[i]), ctx.put(places()[i]), angles(), inverse), slow)
-
-
-def rope_samples(ctx: SampleContext) -> Iterator[Sample]:
-    t = ctx.traits
-    heads = (t.num_attention_heads, t.head_dim)
-    for rows in (1, 0, 7):
-        yield rope(ctx, rows, heads)
-    yield rope(ctx, 7, heads, inverse=True, wide=True)
-    yield rope(ctx, 37, (t.head_dim,))
-    yield rope(ctx, 5, (t.index_n_heads, t.index_head_dim))
-    yield rope(ctx, 3, (t.qk_rope_head_dim,), inverse=True)
-    yield rope(ctx, 257, heads, slow=True)
-
-
-def rope_errors(ctx: SampleContext) -> Iterator[ErrorSample]:
-    def args(rows: int) -> Args:
-        return ctx.activation(ctx.normal("x", 4, ctx.traits.head_dim)), ctx.put(torch.arange(rows)), table(ctx), False
-
-    yield ErrorSample("positions of other rows", lambda: args(3))
-
+    CANARY,
+    PURE,
+    REPEATABLE,
+    Args,
+    Check,
+    ErrorSample,
+    OpInfo,
+    Sample,
+)
+from deepinfer.testing.opinfo.rope import table
+from deepinfer.testing.opinfo.scenes import (
+    DECODE,
+    EDGES,
+    LONG,
+    MIXED,
+    MOST_IN_RING,
+    ONE,
+    SHORT,
+    any_scene,
+    scene_sample,
+)
+from deepinfer.testing.opinfo.steps import Scene
 
 # latent attention
 
 
-def sharp(scene: Scene) -> torch.Tensor:
+def aimed(scene: Scene, strength: float, outside: bool = False) -> torch.Tensor:
     """Queries [rows, heads, head_dim], each aimed at one key, so that a single key gained or lost shows.
 
-    Head h of row p asks for the window key at position p - h, or for the one just outside the window.
+    Heads ask in turn for the oldest key of the window, the newest and the second oldest, and with `outside` also for
+    the one that has just left it. strength: logit of the key asked for; the others' are about strength / 20.
     """
     t, targets = scene.ctx.traits, []
-    heads, window = t.num_attention_heads, t.sliding_window
+    window = t.sliding_window
+    asked = (window - 1, window if outside else window - 1, 0, window - 2)
+    offsets = torch.tensor([asked[h % 4] for h in range(t.num_attention_heads)])
     for i in scene.order:
         start, new = scene.spans[i]
         keys = scene.ctx.normal(f"window {i}", scene.lengths[i], t.head_dim)
-        offsets = torch.tensor([(window - 1, window, 0, window - 2)[h % 4] if h < 4 else h for h in range(heads)])
-        places = (torch.arange(start, start + new).unsqueeze(1) - offsets).clamp(min=0)
-        targets.append(keys[places])
-    return torch.cat(targets) * 12 * t.head_dim**-0.5
+        targets.append(keys[(torch.arange(start, start + new).unsqueeze(1) - offsets).clamp(min=0)])
+    return torch.cat(targets) * strength * t.head_dim**-0.5
 
 
 def queries(scene: Scene, kind: str = "plain") -> torch.Tensor:
-    """[rows, heads, head_dim] activation dtype. kind: plain, sharp, huge."""
+    """[rows, heads, head_dim] activation dtype.
+
+    kind  plain; sharp: aimed at single keys, some of them out of sight; huge: so strongly that only one key counts
+    """
     t = scene.ctx.traits
-    if kind == "sharp":
-        return scene.ctx.activation(sharp(scene))
-    scale = {"plain": 2.0, "huge": 300.0}[kind]
-    return scene.ctx.activation(scene.numbers("q", t.num_attention_heads, t.head_dim, scale=scale))
+    if kind == "plain":
+        numbers = scene.numbers("q", t.num_attention_heads, t.head_dim, scale=2.0)
+    else:
+        numbers = aimed(scene, 12.0, outside=True) if kind == "sharp" else aimed(scene, 4000.0)
+    return scene.ctx.activation(numbers)
 
 
 def sink(scene: Scene) -> torch.Tensor:
@@ -174,7 +151,9 @@ def _scenes(make: Callable[..., Callable[[Scene], Args]], scenes: dict[str, Any]
     chunked  the op serves steps past the rings only, which a few short sequences of the scene are not
     """
 
-    def sample(ctx: SampleContext, label: str, spans: Any, source: Source, kind: str = "plain", slow: bool = False) -> Sample:
+    def sample(
+        ctx: SampleContext, label: str, spans: Any, source: Source, kind: str = "plain", slow: bool = False
+    ) -> Sample:
         t = ctx.traits
         divisible = not chunked or min(new for _, new in spans) > t.ring - t.sliding_window + 1
         flops = latent_flops(ctx, spans)
@@ -291,52 +270,13 @@ def draft_samples(ctx: SampleContext) -> Iterator[Sample]:
     yield scene_sample(ctx, "sharp", ((9, 3), (20, 3)), draft_args("sharp"))
 
 
-# images
-
-
-def encoder(ctx: SampleContext, segments: Sequence[int], scale: float = 1.0, slow: bool = False) -> Sample:
-    """segments: patches of every image."""
-    heads = ctx.vision.num_attention_heads
-    width = ctx.vision.hidden_size // heads
-    name = f"segments of {', '.join(map(str, segments))}{'' if scale == 1 else ', huge'}"
-    ctx = ctx.at(name)
-    scales = {"q": scale, "k": 1.0, "v": 1.0}
-
-    def take(order: Sequence[int]) -> Args:
-        parts = [[ctx.normal(f"{kind} {i}", segments[i], heads, width, scale=s) for i in order] for kind, s in scales.items()]
-        q, k, v = (ctx.activation(torch.cat(part)) for part in parts)
-        return q, k, v, torch.tensor([0, *(segments[i] for i in order)]).cumsum(0)
-
-    return by_sequences(name, segments, take, slow, 4.0 * sum(n * n for n in segments) * heads * width)
-
-
-def encoder_samples(ctx: SampleContext) -> Iterator[Sample]:
-    for segments in ((1,), (16, 1, 9), (37,), (5, 0, 3)):
-        yield encoder(ctx, segments)
-    yield encoder(ctx, (12, 5), scale=200.0)
-    yield encoder(ctx, (1024, 300), slow=True)
-
-
-def encoder_errors(ctx: SampleContext) -> Iterator[ErrorSample]:
-    heads, width = ctx.vision.num_attention_heads, 32
-
-    def args(rows: int, keys: int, last: int) -> Args:
-        q, k = (ctx.activation(ctx.normal("x", n, heads, width)) for n in (rows, keys))
-        return q, k, k, torch.tensor([0, 3, last])
-
-    yield ErrorSample("segments end before the rows do", lambda: args(9, 9, 7))
-    yield ErrorSample("channels of other heads", lambda: (*args(9, 9, 9)[:2], ctx.activation(ctx.normal("v", 9, heads + 1, width)),
-                                                          torch.tensor([0, 3, 9])))  # fmt: skip
-
-
 CACHE = frozenset({"cache"})
 INFOS = (
     OpInfo("attention.plan", plan_samples, observe=attend, opaque=True,
            properties=frozenset({REPEATABLE})),
-    OpInfo("attention.rope", rope_samples, rope_errors,
-           rows_and_seeds(lambda ctx, rows: rope(ctx, rows, (3, 128), rows % 2 == 1, rows % 3 == 1))),
-    OpInfo("attention.latent", latent_samples, latent_errors, any_scene(latent_args((1, "some"))), observe=with_window(3), by_row=("result",), changes=CACHE,
-           properties=PURE | {CANARY},
+    *rope.INFOS,
+    OpInfo("attention.latent", latent_samples, latent_errors, any_scene(latent_args((1, "some"))),
+           observe=with_window(3), by_row=("result",), changes=CACHE, properties=PURE | {CANARY},
            checks=(Check("prompt cut anywhere", split_latent, level=2, invariant=True),
                    Check("other blocks and slots", moved_latent, level=2))),
     OpInfo("attention.cached", _scenes(cached_args, SHORT),
@@ -344,5 +284,5 @@ INFOS = (
     OpInfo("attention.chunk", _scenes(chunk_args, PREFILL, chunked=True), wider=frozenset({"out"})),
     *indexer.INFOS,
     OpInfo("attention.draft", draft_samples),
-    OpInfo("attention.encoder", encoder_samples, encoder_errors),
+    *encoder.INFOS,
 )  # fmt: skip

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -13,47 +12,40 @@ from deepinfer.hooks import CacheSpec, KVCache
 from deepinfer.testing.compare import Verdict, equal_but_ties
 from deepinfer.testing.opinfo import split
 from deepinfer.testing.opinfo.context import SampleContext
-from deepinfer.testing.opinfo.gemm import exactly
+from deepinfer.testing.opinfo.memory import LAYER, SOURCES, cache_spec, contents
 from deepinfer.testing.opinfo.record import (
-    CANARY, PURE, REPEATABLE, STREAM, Args, Check, ErrorSample, OpInfo, Sample, by_sequences,
-)  # fmt: skip
-from deepinfer.testing.opinfo.steps import LAYER, SOURCES, Scene, cache_spec, contents
-from deepinfer.testing.opinfo.strategies import Strategy, spans_and_seeds
+    CANARY,
+    PURE,
+    REPEATABLE,
+    STREAM,
+    Args,
+    Check,
+    ErrorSample,
+    OpInfo,
+    Sample,
+    exactly,
+)
+from deepinfer.testing.opinfo.scenes import (
+    DECODE,
+    EDGES,
+    LONG,
+    MIXED,
+    MOST_IN_RING,
+    ONE,
+    SHORT,
+    Make,
+    any_scene,
+    scene_sample,
+)
+from deepinfer.testing.opinfo.steps import Scene
 
 IN_PLACE = frozenset({REPEATABLE, STREAM, CANARY})
 KINDS = ("window", "entries", "index", "state")
 
-ONE = ((0, 1),)
-DECODE = ((0, 1), (5, 1), (23, 1), (150, 1))
-MIXED = ((0, 19), (7, 1), (140, 9), (3, 4))
-EDGES = ((127, 3), (128, 1), (120, 8), (13, 15))
-"""Around the ends of blocks and rings."""
-LONG = ((0, 300), (1300, 40), (255, 1))
 
-Make = Callable[[Scene], Args]
-
-
-def scene_sample(
-    ctx: SampleContext, label: str, spans: Sequence[tuple[int, int]], make: Make, slow: bool = False,
-    counts: Callable[[Scene], list[int]] | None = None, flops: float | None = None, divisible: bool = True, **options: Any,
-) -> Sample:  # fmt: skip
-    """A sample of a scene's sequences.
-
-    counts     rows of each sequence in the result; its new tokens by default
-    divisible  some of the sequences are legal operands, too
-    """
-    scene = Scene.of(ctx.at(label), spans, **options)
-    rows = [new for _, new in spans] if counts is None else counts(scene)
-    sample = by_sequences(label, rows, lambda order: make(scene.take(order)), slow, flops)
-    return sample if divisible else replace(sample, batch=None)
-
-
-def any_scene(make: Make, most_rows: int = 25) -> Strategy:
-    """Strategy of scenes for an op."""
-    return spans_and_seeds(lambda ctx, spans: scene_sample(ctx, str(spans), spans, make), most_rows)
-
-
-def _samples(make: Make, counts: Callable[[Scene], list[int]] | None = None, scenes: dict[str, Any] | None = None) -> Any:
+def _samples(
+    make: Make, counts: Callable[[Scene], list[int]] | None = None, scenes: dict[str, Any] | None = None
+) -> Any:
     """Samples of one op over the usual scenes."""
     every = scenes or {"one token": ONE, "decode": DECODE, "mixed": MIXED, "edges": EDGES}
 
@@ -173,12 +165,6 @@ def row_windows_args(scene: Scene) -> Args:
     cache, step = scene.cache("window"), scene.step()
     scene.ctx.ops.cache.store_window(cache, LAYER, scene.window_keys(), step)
     return cache, LAYER, step, scene.ctx.traits.sliding_window
-
-
-MOST_IN_RING = 7
-"""Rows of a sequence that still lie in the smallest model's ring with their windows."""
-SHORT = {"one token": ONE, "decode": DECODE, "drafts": ((0, 3), (6, 5), (13, 7), (200, 2))}
-"""Steps whose windows lie in the rings."""
 
 
 def load_entries_args(ratio: int, label: str) -> Callable[[SampleContext], Args]:
@@ -315,7 +301,8 @@ INFOS = (
            any_scene(index_args(2)), observe=stored("index"), judges=EXACT, changes=CACHE, properties=IN_PLACE),
     OpInfo("cache.load_index", load_index_samples, judges=EXACT),
     OpInfo("cache.compress", _samples(compress_args, entries_of, PAIRS), entry_errors(compress_args, 2),
-           any_scene(compress_args), observe=left("state"), by_row=("result",), changes=CACHE, properties=IN_PLACE | PURE,
+           any_scene(compress_args), observe=left("state"), by_row=("result",), changes=CACHE,
+           properties=IN_PLACE | PURE,
            checks=(Check("prompt cut anywhere", split.compress, level=2, invariant=True),)),
     OpInfo("cache.zero_slots", zero_samples, observe=left("window", "state"), judges=EXACT, changes=CACHE,
            properties=IN_PLACE),

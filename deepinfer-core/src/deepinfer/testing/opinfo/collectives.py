@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from deepinfer.errors import BackendError
-from deepinfer.testing.opinfo.runtime import raises, require
+from deepinfer.testing.opinfo.expect import raises, require
 from deepinfer.testing.opinfo.tree import same_bits
 
 WORLD = "world"
@@ -52,7 +52,12 @@ def partitions(size: int) -> dict[str, list[list[int]]]:
     half = max(1, size // 2)
     neighbours = [list(range(half)), list(range(half, size))]
     strided = [list(range(first, size, 2)) for first in range(min(2, size))]
-    return {WORLD: [list(range(size))], "neighbours": neighbours, "strided": strided, "alone": [[r] for r in range(size)]}
+    return {
+        WORLD: [list(range(size))],
+        "neighbours": neighbours,
+        "strided": strided,
+        "alone": [[r] for r in range(size)],
+    }
 
 
 def check(op: str) -> Callable[[Callable[[Member], None]], Callable[[Member], None]]:
@@ -115,8 +120,12 @@ def all_reduce(me: Member) -> None:
             x = me.numbers(me.rank, 5, 3, dtype=dtype)
             expected = combine(torch.stack(me.all(5, 3, dtype=dtype)).to(torch.float64)).to(dtype)
             require(me.comm.all_reduce(x, WORLD, reduce) is x, "does not return its operand")
-            close = torch.allclose(x.double(), expected.double(), rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
-            require(close, f"{reduce} of {dtype} is {x.flatten()[:4].tolist()}, expected {expected.flatten()[:4].tolist()}")
+            close = torch.allclose(
+                x.double(), expected.double(), rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5
+            )
+            require(
+                close, f"{reduce} of {dtype} is {x.flatten()[:4].tolist()}, expected {expected.flatten()[:4].tolist()}"
+            )
     x = me.numbers(me.rank, 4, 6).t()[:, ::2]
     me.comm.all_reduce(x, WORLD)
     require(torch.allclose(x, sum(y.t()[:, ::2] for y in me.all(4, 6)), atol=1e-4), "a strided operand comes out wrong")
@@ -131,16 +140,23 @@ def all_reduce(me: Member) -> None:
 def all_gather_rows(me: Member) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8, torch.bool):
         found = me.comm.all_gather_rows(me.numbers(me.rank, 2, 3, dtype=dtype), WORLD)
-        require(same_bits(found, torch.cat(me.all(2, 3, dtype=dtype))), f"{dtype} rows are not those of all ranks in order")
+        require(
+            same_bits(found, torch.cat(me.all(2, 3, dtype=dtype))), f"{dtype} rows are not those of all ranks in order"
+        )
     counts = [rank * 2 % 3 for rank in range(me.size)]  # rank 0 brings nothing
     found = me.comm.all_gather_rows(me.numbers(me.rank, 4, 3)[: counts[me.rank]], WORLD, counts)
     expected = torch.cat([x[:n] for x, n in zip(me.all(4, 3), counts, strict=True)])
-    require(same_bits(found, expected), f"unequal counts {counts} come out as {list(found.shape)}, expected {list(expected.shape)}")
+    require(
+        same_bits(found, expected),
+        f"unequal counts {counts} come out as {list(found.shape)}, expected {list(expected.shape)}",
+    )
     members = group_of(me, "strided")
     found = me.comm.all_gather_rows(torch.full((1, 1), me.rank, device=me.device), "strided")
     require(found.flatten().tolist() == members, f"rows of {found.flatten().tolist()}, expected {members}")
     wrong = [9] * me.size
-    raises(BackendError, lambda: me.comm.all_gather_rows(torch.ones(2, 4, device=me.device), WORLD, wrong), "wrong counts")
+    raises(
+        BackendError, lambda: me.comm.all_gather_rows(torch.ones(2, 4, device=me.device), WORLD, wrong), "wrong counts"
+    )
 
 
 @check("broadcast")
@@ -157,10 +173,15 @@ def broadcast(me: Member) -> None:
 def broadcast_small(me: Member) -> None:
     root = me.size - 1
     mine, wanted = (
-        [me.numbers(rank, 3), me.numbers(rank, 4, dtype=torch.int64), torch.empty(0, dtype=torch.int32, device=me.device),
-         me.numbers(rank, 2, 2, dtype=torch.bfloat16), torch.tensor([rank == root] * 5, device=me.device)]
+        [
+            me.numbers(rank, 3),
+            me.numbers(rank, 4, dtype=torch.int64),
+            torch.empty(0, dtype=torch.int32, device=me.device),
+            me.numbers(rank, 2, 2, dtype=torch.bfloat16),
+            torch.tensor([rank == root] * 5, device=me.device),
+        ]
         for rank in (me.rank, root)
-    )  # fmt: skip
+    )
     me.comm.broadcast_small(mine, WORLD, root)
     for i, (found, expected) in enumerate(zip(mine, wanted, strict=True)):
         require(same_bits(found, expected), f"tensor {i} is {found.tolist()}, expected {expected.tolist()}")
@@ -184,7 +205,9 @@ def exchange(me: Member) -> None:
     sends = [(message(me.rank, peer, number), peer) for number, peer in others]
     me.comm.exchange([*sends, (torch.empty(0, device=me.device), (me.rank + 1) % me.size)], receives, WORLD)
     for (found, _), (number, peer) in zip(receives, others, strict=True):
-        require(torch.equal(found, message(peer, me.rank, number)), f"message {number} of rank {peer} is {found.tolist()}")
+        require(
+            torch.equal(found, message(peer, me.rank, number)), f"message {number} of rank {peer} is {found.tolist()}"
+        )
 
 
 def _deal(size: int) -> list[list[int]]:
@@ -229,7 +252,10 @@ def exchange_experts(me: Member) -> None:
     me.comm.exchange_experts(tables, source, WORLD)
     expected = source[me.rank * slots : (me.rank + 1) * slots]
     for table in tables:
-        require(table.flatten(1)[:, -1].tolist() == expected, f"slots hold {table.flatten(1)[:, -1].tolist()}, expected {expected}")
+        require(
+            table.flatten(1)[:, -1].tolist() == expected,
+            f"slots hold {table.flatten(1)[:, -1].tolist()}, expected {expected}",
+        )
     raises(BackendError, lambda: me.comm.exchange_experts(tables, [total] * total, WORLD), "a source outside")
 
 

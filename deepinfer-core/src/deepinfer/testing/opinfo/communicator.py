@@ -11,9 +11,9 @@ from deepinfer.errors import BackendError
 from deepinfer.hooks.collectives.groups import launched_world
 from deepinfer.hooks.ops.communicator import CommunicatorCapabilities
 from deepinfer.testing.opinfo.context import SampleContext, Trio
+from deepinfer.testing.opinfo.expect import require
 from deepinfer.testing.opinfo.ranks import Outcome, outcome_of, run_ranks
 from deepinfer.testing.opinfo.record import Args, Check, ErrorSample, OpInfo
-from deepinfer.testing.opinfo.runtime import require
 from deepinfer.testing.opinfo.tree import same_bits
 from deepinfer.testing.results import Failure, Skip
 
@@ -85,7 +85,9 @@ def numbers(ctx: SampleContext) -> torch.Tensor:
 
 def capabilities(ctx: SampleContext) -> str:
     facts = ctx.ops.communicator.capabilities()
-    require(isinstance(facts, CommunicatorCapabilities), f"is a {type(facts).__name__}, expected CommunicatorCapabilities")
+    require(
+        isinstance(facts, CommunicatorCapabilities), f"is a {type(facts).__name__}, expected CommunicatorCapabilities"
+    )
     return repr(facts)
 
 
@@ -218,7 +220,9 @@ def slots(ctx: SampleContext) -> Iterator[ErrorSample]:
 def _info(op: str, check: Callable[[SampleContext], str | None], errors: object = None, changes: str = "") -> OpInfo:
     checks = (alone(check), *(together(op, size) for size in WORLDS))
     made = {} if errors is None else {"make_errors": errors}
-    return OpInfo(f"communicator.{op}", properties=frozenset(), checks=checks, changes=frozenset(changes.split()), **made)
+    return OpInfo(
+        f"communicator.{op}", properties=frozenset(), checks=checks, changes=frozenset(changes.split()), **made
+    )
 
 
 INFOS = (

@@ -166,8 +166,10 @@ SCALES = {"fp8_block32": (114, 119), "fp8_row32": (114, 119), "mxfp4_row32": (11
 
 
 def random_weight(generator: torch.Generator, shape: tuple[int, ...], kind: str) -> Weight:
-    """A weight [..., out, in] in a storage format of `Weight`, its scales all over `SCALES`: a scale taken from the wrong
-    block shows, as it would not if all were about equal."""
+    """A weight [..., out, in] in a storage format of `Weight`, its scales all over `SCALES`.
+
+    A scale taken from the wrong block shows, as it would not if all were about equal.
+    """
     if kind in ("bf16", "f32"):
         numbers = torch.randn(*shape, generator=generator) * 0.05
         return Weight(numbers.to(torch.bfloat16) if kind == "bf16" else numbers, None, kind)
@@ -175,7 +177,9 @@ def random_weight(generator: torch.Generator, shape: tuple[int, ...], kind: str)
     rows = -(-out // 32) if kind == "fp8_block32" else out
     scales = torch.randint(*SCALES[kind], (*stack, rows, -(-width // 32)), generator=generator).to(torch.uint8)
     if kind == "mxfp4_row32":
-        return Weight(torch.randint(0, 256, (*stack, out, width // 2), generator=generator, dtype=torch.uint8), scales, kind)
+        return Weight(
+            torch.randint(0, 256, (*stack, out, width // 2), generator=generator, dtype=torch.uint8), scales, kind
+        )
     return Weight((torch.randn(*shape, generator=generator) * 100).to(torch.float8_e4m3fn), scales, kind)
 
 
@@ -206,7 +210,9 @@ class Trio:
         context, vision = subject.context, subject.config.vision
         seed = subject.seed if seed is None else seed
         working = SampleContext(yardstick.working_table(context), yardstick.working_context(context), vision, seed)
-        ideal = SampleContext(yardstick.ideal_table(context), yardstick.ideal_context(context), vision, seed, ideal=True)
+        ideal = SampleContext(
+            yardstick.ideal_table(context), yardstick.ideal_context(context), vision, seed, ideal=True
+        )
         installed = subject.loaded.providers[-1].distribution != IN_PROCESS
         backend = subject.name if installed else None
         return cls(SampleContext(subject.ops, context, vision, seed, backend=backend), working, ideal)

@@ -10,10 +10,16 @@ from deepinfer.hooks import Weight
 from deepinfer.hooks.ops.engram import EngramConstants
 from deepinfer.reference.engram import derive_constants
 from deepinfer.testing.opinfo.context import SampleContext, once, random_weight
-from deepinfer.testing.opinfo.gemm import exactly
 from deepinfer.testing.opinfo.record import (
-    REPEATABLE, Args, ErrorSample, OpInfo, Sample, by_rows, by_sequences,
-)  # fmt: skip
+    REPEATABLE,
+    Args,
+    ErrorSample,
+    OpInfo,
+    Sample,
+    by_rows,
+    by_sequences,
+    exactly,
+)
 from deepinfer.testing.opinfo.strategies import rows_and_seeds
 
 VOCABULARY = 211
@@ -219,7 +225,11 @@ def inject_errors(ctx: SampleContext) -> Iterator[ErrorSample]:
     def args(vectors: int, width: int) -> Args:
         shape = (3, vectors, t.hidden_size)
         weight = ctx.float32(ctx.normal("w", t.hc_mult, width))
-        return ctx.activation(ctx.normal("x", 3, t.hc_mult, t.hidden_size)), ctx.activation(ctx.normal("kv", *shape)), weight
+        return (
+            ctx.activation(ctx.normal("x", 3, t.hc_mult, t.hidden_size)),
+            ctx.activation(ctx.normal("kv", *shape)),
+            weight,
+        )
 
     yield ErrorSample("a key too few", lambda: args(t.hc_mult, t.hidden_size))
     yield ErrorSample("weight of another width", lambda: args(t.hc_mult + 1, t.hidden_size // 2))
@@ -227,11 +237,10 @@ def inject_errors(ctx: SampleContext) -> Iterator[ErrorSample]:
 
 INFOS = (
     OpInfo("engram.ngrams", ngram_samples, ngram_errors,
-           rows_and_seeds(lambda ctx, rows: ngrams(ctx, [(rows // 3, rows + 1), (0, 2), (rows, 1)], images=rows % 2 == 1))),
+           rows_and_seeds(lambda ctx, rows: ngrams(ctx, [(rows // 3, rows + 1), (0, 2), (rows, 1)], rows % 2 == 1))),
     OpInfo("engram.hash", hash_samples, hash_errors, rows_and_seeds(hash_rows)),
     OpInfo("engram.prepare_table", prepare_samples, observe=read_table, opaque=True,
            properties=frozenset({REPEATABLE}), judges={"out": exactly}),
     OpInfo("engram.fetch", fetch_samples, strategy=rows_and_seeds(fetch), judges={"out": exactly}),
     OpInfo("engram.inject", inject_samples, inject_errors, rows_and_seeds(inject)),
 )  # fmt: skip
-

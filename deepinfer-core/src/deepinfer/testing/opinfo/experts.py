@@ -1,92 +1,29 @@
-"""Samples of the experts ops: routing, dispatch, expert products, combination, and the whole sub-layer."""
+"""Samples of the experts ops: dispatch, expert products, combination, and the whole sub-layer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
 from deepinfer.hooks.ops.experts import Dispatched, MoeWeights
-from deepinfer.testing.compare import TOLERANCES, Verdict, close, same_selection
+from deepinfer.testing.compare import close
+from deepinfer.testing.opinfo import routing
 from deepinfer.testing.opinfo.context import SampleContext, Trio, once
-from deepinfer.testing.opinfo.gemm import exactly, expert_count
+from deepinfer.testing.opinfo.gemm import expert_count
 from deepinfer.testing.opinfo.record import (
-    BATCH_INVARIANT, PURE, Args, Check, ErrorSample, OpInfo, Sample, Tensors, by_rows,
-)  # fmt: skip
+    BATCH_INVARIANT,
+    PURE,
+    Args,
+    Check,
+    ErrorSample,
+    OpInfo,
+    Sample,
+    by_rows,
+    exactly,
+)
 from deepinfer.testing.opinfo.strategies import rows_and_seeds
 from deepinfer.testing.results import Failure
-
-SCALING = 1.5
-"""What a row's routing weights sum to, where a sample does not take the model's."""
-
-# routing
-
-
-def route(ctx: SampleContext, rows: int, images: bool = False, scale: float = 1.0, slow: bool = False) -> Sample:
-    t = ctx.traits
-    name = f"{rows} rows, {'text and images' if images else 'text'}{'' if scale == 1.0 else f', logits x {scale:g}'}"
-    ctx = ctx.at(name)
-    experts, top_k = t.n_routed_experts, t.num_experts_per_tok
-    u = once(lambda: ctx.normal("u", rows, t.hidden_size, scale=scale))
-    gate = once(lambda: ctx.dense("gate", experts, t.hidden_size, "bf16"))
-    bias, image_bias = (once(lambda label=label: ctx.normal(label, experts, scale=0.3)) for label in ("bias", "vl"))
-    image = torch.arange(rows) % 2 == 0
-
-    def build(index: torch.Tensor) -> Args:
-        args = (ctx.activation(u()[index]), gate(), ctx.float32(bias()), top_k, t.routed_scaling_factor)
-        return (*args, ctx.float32(image_bias()), ctx.put(image[index])) if images else args
-
-    return by_rows(name, rows, build, slow, 2.0 * rows * experts * t.hidden_size)
-
-
-def route_samples(ctx: SampleContext) -> Iterator[Sample]:
-    for rows in (1, 0, 37):
-        yield route(ctx, rows)
-    yield route(ctx, 12, images=True)
-    yield route(ctx, 12, scale=30.0)  # logits far beyond where softplus is linear
-    yield route(ctx, 12, scale=1e-3)  # nearly equal scores: the bias decides
-    yield route(ctx, 1001, slow=True)
-
-
-def route_errors(ctx: SampleContext) -> Iterator[ErrorSample]:
-    t = ctx.traits
-    gate = once(lambda: ctx.dense("gate", t.n_routed_experts, t.hidden_size, "bf16"))
-
-    def args(experts: int, width: int) -> Args:
-        bias = ctx.float32(ctx.normal("b", experts))
-        return ctx.activation(ctx.normal("u", 3, width)), gate(), bias, t.num_experts_per_tok, SCALING
-
-    yield ErrorSample("bias of other experts", lambda: args(t.n_routed_experts + 1, t.hidden_size))
-    yield ErrorSample("channels differ", lambda: args(t.n_routed_experts, t.hidden_size // 2))
-
-
-def with_scores(ctx: SampleContext, args: Args, result: Any) -> dict[str, torch.Tensor]:
-    """Ids and weights, and in the yardstick the scores that decide them."""
-    seen = {"ids": result[0], "weights": result[1]}
-    if ctx.ideal:
-        u, gate, bias, _, scaling, *images = args
-        score = torch.nn.functional.softplus(ctx.ops.gemm.linear(u, gate, torch.float64), threshold=20.0).sqrt()
-        chosen_bias = torch.where(images[1].unsqueeze(1), images[0], bias) if images else bias
-        seen |= {"score": score, "selecting": score + chosen_bias, "scaling": torch.tensor(scaling)}
-    return seen
-
-
-def judge_routing(found: Tensors, working: Tensors, ideal: Tensors) -> Iterator[tuple[str, Verdict]]:
-    """The best experts as a set, in order of score; weights of the experts that were chosen."""
-    ids, count, near = found["ids"], working["ids"].shape[1], TOLERANCES[torch.float32]
-    yield "ids", same_selection(ids, ideal["selecting"], count, near)
-    ordered = ideal["selecting"].gather(1, ids)
-    rises = ordered.diff(dim=1)
-    late = rises > near.atol + near.rtol * ordered[:, 1:].abs()
-    yield "ids", Verdict(not bool(late.any()), f"row {int(late.any(1).int().argmax())} is not best first" if late.any() else "")
-    chosen = ideal["score"].gather(1, ids)
-    weights = chosen / chosen.sum(1, keepdim=True) * ideal["scaling"]
-    same = working["weights"] if torch.equal(ids, working["ids"]) else weights
-    yield "weights", close(found["weights"], same, weights)
-
-
-# dispatch, products, combination
 
 
 def choice(ctx: SampleContext, label: str, rows: int, experts: int, top_k: int) -> torch.Tensor:
@@ -94,7 +31,7 @@ def choice(ctx: SampleContext, label: str, rows: int, experts: int, top_k: int) 
     return ctx.uniform(label, rows, experts).argsort(1)[:, :top_k]
 
 
-def routing(ctx: SampleContext, rows: int, pattern: str) -> tuple[torch.Tensor, torch.Tensor]:
+def assigned(ctx: SampleContext, rows: int, pattern: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids and weights [rows, k]; pattern: spread, or one: every row has the same experts."""
     top_k = ctx.traits.num_experts_per_tok
     ids = choice(ctx, "ids", rows, expert_count(ctx), top_k)
@@ -104,11 +41,13 @@ def routing(ctx: SampleContext, rows: int, pattern: str) -> tuple[torch.Tensor, 
     return ids, weights / weights.sum(1, keepdim=True) * ctx.traits.routed_scaling_factor
 
 
-def dispatch(ctx: SampleContext, rows: int, pattern: str = "spread", foreign: bool = False, slow: bool = False) -> Sample:
+def dispatch(
+    ctx: SampleContext, rows: int, pattern: str = "spread", foreign: bool = False, slow: bool = False
+) -> Sample:
     name = f"{rows} rows, {pattern}{', foreign layout' if foreign else ''}"
     ctx = ctx.at(name)
     x = once(lambda: ctx.uneven("x", rows, ctx.traits.hidden_size))
-    chosen = once(lambda: routing(ctx, rows, pattern))
+    chosen = once(lambda: assigned(ctx, rows, pattern))
     quantize = ctx.foreign if foreign else ctx.quantized
 
     def fresh() -> Args:
@@ -146,7 +85,7 @@ def ffn(ctx: SampleContext, rows: int, pattern: str = "spread", tiny: bool = Fal
     ctx = ctx.at(name)
     hidden, inner, experts = t.hidden_size, t.moe_intermediate_size, expert_count(ctx)
     x = once(lambda: ctx.uneven("x", rows, hidden))
-    chosen = once(lambda: routing(ctx, rows, pattern))
+    chosen = once(lambda: assigned(ctx, rows, pattern))
     w13 = once(lambda: ctx.experts("w13", experts, 2 * inner, hidden))
     w2 = once(lambda: ctx.experts("w2", experts, hidden, inner))
 
@@ -193,7 +132,7 @@ def combine(ctx: SampleContext, rows: int, pattern: str = "spread", slow: bool =
     ctx = ctx.at(name)
     outputs = once(lambda: ctx.normal("outputs", rows, t.num_experts_per_tok, t.hidden_size))
     plain = once(lambda: ctx.normal("shared", rows, t.hidden_size))
-    chosen = once(lambda: routing(ctx, rows, pattern))
+    chosen = once(lambda: assigned(ctx, rows, pattern))
 
     def build(index: torch.Tensor) -> Args:
         ids, weights = (part[index] for part in chosen())
@@ -214,7 +153,7 @@ def combine_samples(ctx: SampleContext) -> Iterator[Sample]:
 
 def combine_errors(ctx: SampleContext) -> Iterator[ErrorSample]:
     def args() -> Args:
-        ids, weights = routing(ctx, 4, "spread")
+        ids, weights = assigned(ctx, 4, "spread")
         sent = dispatched(ctx, ctx.normal("x", 4, 64), ids, weights)
         return ctx.activation(ctx.normal("e", ids.numel(), 64)), sent, ctx.activation(ctx.normal("s", 4, 96))
 
@@ -225,10 +164,12 @@ def identity_experts(trio: Trio) -> str | None:
     """Dispatch, experts that return their rows times the routing weight, combine: a weighted sum of the inputs."""
     ctx = trio.found
     x, rows = ctx.normal("x", 17, ctx.traits.hidden_size), 17
-    ids, weights = routing(ctx, rows, "spread")
+    ids, weights = assigned(ctx, rows, "spread")
     sent = dispatched(ctx, x, ids, weights)
     held = ctx.quantized(x).dequantize().cpu().double()
-    products = (sent.rows.dequantize().double() * sent.row_weight.double().unsqueeze(1)).to(ctx.numerics.activation_dtype)
+    products = (sent.rows.dequantize().double() * sent.row_weight.double().unsqueeze(1)).to(
+        ctx.numerics.activation_dtype
+    )
     found = ctx.ops.experts.combine(products, sent, ctx.activation(torch.zeros_like(x))).cpu()
     parts = (held.unsqueeze(1) * weights.double().unsqueeze(-1)).to(ctx.model_dtype).double()
     verdict = close(found, parts.sum(1).to(found.dtype), parts.sum(1))
@@ -284,8 +225,7 @@ def moe_samples(ctx: SampleContext) -> Iterator[Sample]:
 
 
 INFOS = (
-    OpInfo("experts.route", route_samples, route_errors, rows_and_seeds(route), ("ids", "weights"),
-           with_scores, judge_all=judge_routing),
+    *routing.INFOS,
     OpInfo("experts.dispatch", dispatch_samples, dispatch_errors, rows_and_seeds(dispatch),
            judges={"out": exactly}, properties=PURE - {BATCH_INVARIANT}),
     OpInfo("experts.ffn", ffn_samples, strategy=rows_and_seeds(ffn), observe=by_slot),

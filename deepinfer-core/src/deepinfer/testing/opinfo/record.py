@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from deepinfer.testing.compare import Verdict
+from deepinfer.testing.compare import Verdict, equal
 from deepinfer.testing.opinfo.tree import tensors
 
 if TYPE_CHECKING:
@@ -111,6 +111,11 @@ class Check:
     invariant: bool = False
 
 
+def exactly(found: torch.Tensor, working: torch.Tensor, ideal: torch.Tensor) -> Verdict:
+    """For numbers that follow from the operands without a choice: equal to the reference's."""
+    return equal(found, working)
+
+
 def no_samples(ctx: SampleContext) -> Iterable[Any]:
     return ()
 
@@ -173,7 +178,7 @@ class OpInfo:
         return getattr(getattr(ops, self.group), self.method)
 
     def samples(self, ctx: SampleContext, quick: bool = False) -> Iterator[Sample]:
-        """Samples for a context; equal names and values in every context of the same seed. quick leaves slow ones out."""
+        """Samples for a context, equal in name and value in every context of the same seed. quick: no slow ones."""
         return (sample for sample in self.make(ctx.at(self.name)) if not (quick and sample.slow))
 
     def errors(self, ctx: SampleContext) -> Iterator[ErrorSample]:

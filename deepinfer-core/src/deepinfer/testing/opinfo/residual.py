@@ -8,8 +8,7 @@ import torch
 
 from deepinfer.hooks.ops.residual import Pending, SiteWeights
 from deepinfer.testing.opinfo.context import SampleContext, once
-from deepinfer.testing.opinfo.gemm import exactly
-from deepinfer.testing.opinfo.record import Args, ErrorSample, OpInfo, Sample, by_rows
+from deepinfer.testing.opinfo.record import Args, ErrorSample, OpInfo, Sample, by_rows, exactly
 from deepinfer.testing.opinfo.strategies import rows_and_seeds
 
 ROWS = (1, 0, 19)
@@ -28,7 +27,9 @@ class Operands:
         self.width = width or ctx.traits.hidden_size
         m = self.streams_of
         self._streams = once(
-            lambda: ctx.extreme("streams", rows, m, self.width) if extreme else ctx.normal("streams", rows, m, self.width)
+            lambda: (
+                ctx.extreme("streams", rows, m, self.width) if extreme else ctx.normal("streams", rows, m, self.width)
+            )
         )
         self.site = once(self._site)
 
@@ -61,7 +62,9 @@ class Operands:
         return self.ctx.activation(self.ctx.normal("norm", self.width) + 1)
 
 
-def _sample(ctx: SampleContext, op: str, rows: int, extreme: bool = False, slow: bool = False, width: int | None = None) -> Sample:
+def _sample(
+    ctx: SampleContext, op: str, rows: int, extreme: bool = False, slow: bool = False, width: int | None = None
+) -> Sample:
     """A sample of one of the ops by name."""
     name = name_of(rows, extreme, width)
     data = Operands(ctx.at(name), rows, extreme, width)

@@ -6,8 +6,7 @@ what only a device can do, ask its own `capabilities()`.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -16,27 +15,25 @@ import torch
 from deepinfer.errors import BackendError
 from deepinfer.hooks.devices.facts import DeviceProperties, MemoryInfo, RuntimeCapabilities
 from deepinfer.testing.opinfo.context import SampleContext, Trio
+from deepinfer.testing.opinfo.expect import raises, require
 from deepinfer.testing.opinfo.record import Args, Check, ErrorSample, OpInfo
+from deepinfer.testing.opinfo.streams import (
+    busy,
+    capture,
+    events,
+    pool,
+    record_use,
+    separate_streams,
+    stream_after_error,
+    stream_of_thread,
+    streams,
+    synchronize,
+)
 from deepinfer.testing.results import Failure, Skip
 
 BLOCK = 1 << 26
 """Bytes of the tensors that must show in `memory()`."""
 MOST_BLOCKS = 16
-
-
-def require(condition: object, message: str) -> None:
-    """Raise `Failure` with the message unless the condition holds."""
-    if not condition:
-        raise Failure(message)
-
-
-def raises(kinds: type[Exception] | tuple[type[Exception], ...], call: Callable[[], Any], what: str) -> Exception:
-    """The exception of one of these kinds that `call` raises; `Failure` if it raises none."""
-    try:
-        call()
-    except kinds as error:
-        return error
-    raise Failure(f"{what} did not raise")
 
 
 # device
@@ -45,7 +42,9 @@ def raises(kinds: type[Exception] | tuple[type[Exception], ...], call: Callable[
 def select(trio: Trio) -> None:
     runtime, device = trio.found.ops.runtime, trio.found.device
     chosen = runtime.select(0)
-    require(isinstance(chosen, torch.device) and chosen.type == device.type, f"select(0) is {chosen!r}, expected {device}")
+    require(
+        isinstance(chosen, torch.device) and chosen.type == device.type, f"select(0) is {chosen!r}, expected {device}"
+    )
     require(torch.zeros(1, device=chosen).device.type == device.type, "tensors made on it are elsewhere")
 
 
@@ -69,7 +68,9 @@ def properties(trio: Trio) -> str:
     facts = trio.found.ops.runtime.properties()
     require(isinstance(facts, DeviceProperties), f"is a {type(facts).__name__}, expected DeviceProperties")
     require(facts.name and facts.cores >= 1 and facts.memory > 0, f"says nothing: {facts}")
-    require(list(facts.host_cpus) == sorted(set(facts.host_cpus)), f"host_cpus are {facts.host_cpus}, expected ascending")
+    require(
+        list(facts.host_cpus) == sorted(set(facts.host_cpus)), f"host_cpus are {facts.host_cpus}, expected ascending"
+    )
     return f"{facts.name}, {facts.cores} cores"
 
 
@@ -116,7 +117,9 @@ def peak(trio: Trio) -> str:
     require(_memory(runtime).peak >= held.allocated, "the peak falls without a reset")
     possible = runtime.reset_peak_memory()
     require(type(possible) is bool, f"returned {possible!r}, expected whether the peak can be reset")
-    require(not possible or _memory(runtime).peak <= held.peak, "the peak rises by a reset")
+    # an allocator that keeps freed memory leaves the new peak where the old one was, and the process grows by the way
+    now = _memory(runtime).peak
+    require(not possible or now <= held.peak + BLOCK // 4, f"the peak rises by a reset: {held.peak} -> {now}")
     return "resets" if possible else "cannot be reset"
 
 
@@ -131,7 +134,10 @@ def pinned(trio: Trio) -> None:
     locked = runtime.capabilities().pinned_memory
     for shape, dtype in (((3, 5), torch.int32), ((), torch.float32), ((0, 4), torch.uint8), ((7,), torch.bfloat16)):
         x = runtime.pinned(shape, dtype)
-        require((tuple(x.shape), x.dtype, x.device.type) == (shape, dtype, "cpu"), f"is {x.dtype} {list(x.shape)} on {x.device}")
+        require(
+            (tuple(x.shape), x.dtype, x.device.type) == (shape, dtype, "cpu"),
+            f"is {x.dtype} {list(x.shape)} on {x.device}",
+        )
         require(not x.numel() or x.is_pinned() == locked, f"page-locked: {x.is_pinned()}, capabilities say {locked}")
     a, b = runtime.pinned((4,), torch.int32), runtime.pinned((4,), torch.int32)
     a.fill_(1), b.fill_(2)
@@ -160,112 +166,6 @@ def copy_errors(ctx: SampleContext) -> Iterator[ErrorSample]:
     yield ErrorSample("shapes differ", args)
 
 
-# streams and events
-
-
-def streams(trio: Trio) -> None:
-    """Work on two streams in the order that events give it."""
-    ctx, runtime = trio.found, trio.found.ops.runtime
-    main, side = runtime.current_stream(), runtime.new_stream()
-    x, ready = torch.zeros(1 << 16, device=ctx.device), runtime.new_event()
-    side.wait_stream(main)
-    with runtime.use_stream(side):
-        require(runtime.current_stream() == side != main, "use_stream does not change the current stream")
-        busy(ctx)
-        x.add_(1)
-        ready.record(side)
-        runtime.record_use(x, side)
-    require(runtime.current_stream() == main, "the stream before is not restored")
-    main.wait_event(ready)
-    x.mul_(3)
-    side.wait_stream(main)
-    with runtime.use_stream(side):
-        total = x.sum()
-    main.wait_event(side.record_event())
-    require(total.item() == 3 * x.numel(), f"1 + 0, then times 3, sums up to {total.item()} over {x.numel()} elements")
-    side.synchronize()
-    require(side.query(), "a synchronized stream is not finished")
-
-
-def busy(ctx: SampleContext, rounds: int = 20) -> None:
-    """Work for the current stream that takes a device a while; a host is done when this returns."""
-    size = 64 if ctx.device.type == "cpu" else 2048
-    x = torch.ones(size, size, device=ctx.device)
-    for _ in range(rounds):
-        x = x @ x * (1 / size)
-
-
-def stream_of_thread(trio: Trio) -> None:
-    runtime, seen = trio.found.ops.runtime, []
-    side = runtime.new_stream()
-    with runtime.use_stream(side):
-        thread = threading.Thread(target=lambda: seen.append(runtime.current_stream()))
-        thread.start()
-        thread.join()
-    require(seen and seen[0] != side, "another thread finds the stream that this thread uses")
-
-
-def stream_after_error(trio: Trio) -> None:
-    runtime = trio.found.ops.runtime
-    outer, inner = runtime.new_stream(), runtime.new_stream()
-    with runtime.use_stream(outer):
-        try:
-            with runtime.use_stream(inner):
-                raise KeyError
-        except KeyError:
-            pass
-        require(runtime.current_stream() == outer, "an exception inside the scope leaves its stream current")
-
-
-def separate_streams(trio: Trio) -> None:
-    runtime = trio.found.ops.runtime
-    a, b = runtime.new_stream(), runtime.new_stream()
-    require(a != b and runtime.current_stream() not in (a, b), "two new streams are one, or the current one")
-    require(a.query() is True, "a new stream has work")
-
-
-def events(trio: Trio) -> None:
-    ctx, runtime = trio.found, trio.found.ops.runtime
-    require(runtime.new_event().query() is True, "an event that was never recorded is not finished")
-    start, end = runtime.new_event(True), runtime.new_event(True)
-    start.record()
-    busy(ctx)
-    end.record()
-    end.synchronize()
-    require(start.query() and end.query(), "a synchronized event is not finished")
-    elapsed = start.elapsed_time(end)
-    require(0 <= elapsed < 60_000, f"elapsed_time is {elapsed}, expected milliseconds")
-    raises(Exception, lambda: runtime.new_event().elapsed_time(end), "elapsed_time of an event that keeps no time")
-
-
-def record_use(trio: Trio) -> None:
-    """Memory let go while another stream still reads it is not handed out again before."""
-    ctx, runtime = trio.found, trio.found.ops.runtime
-    side, results = runtime.new_stream(), []
-    for value in range(8):
-        x = torch.full((1 << 16,), float(value), device=ctx.device)
-        side.wait_stream(runtime.current_stream())
-        with runtime.use_stream(side):
-            busy(ctx, 4)
-            results.append(x.sum())
-        runtime.record_use(x, side)
-        del x
-        torch.full((1 << 16,), -1.0, device=ctx.device)
-    side.synchronize()
-    found = [r.item() / (1 << 16) for r in results]
-    require(found == list(map(float, range(8))), f"reads {found} from memory that held 0 .. 7")
-
-
-def synchronize(trio: Trio) -> None:
-    ctx, runtime = trio.found, trio.found.ops.runtime
-    done = runtime.new_event()
-    with runtime.use_stream(runtime.new_stream()) as side:
-        busy(ctx)
-        done.record(side)
-    runtime.synchronize()
-    require(done.query(), "work of another stream is unfinished after synchronize")
-
-
 # guards
 
 
@@ -277,7 +177,9 @@ def guard(trio: Trio) -> str:
         require(runtime.sync_depth() >= start, "the depth falls inside a scope")
         counted = runtime.sync_depth() > start
         with runtime.forbid_sync():
-            require(not counted or runtime.sync_depth() == start + 2, f"two scopes count {runtime.sync_depth() - start}")
+            require(
+                not counted or runtime.sync_depth() == start + 2, f"two scopes count {runtime.sync_depth() - start}"
+            )
         if runtime.capabilities().sync_guard and counted:
             raises(Exception, x.sum().item, "reading a value back inside forbid_sync")
     require(runtime.sync_depth() == start, f"after the scope {runtime.sync_depth() - start} stay open")
@@ -294,34 +196,6 @@ def guard_after_error(trio: Trio) -> None:
     except KeyError:
         pass
     require(runtime.sync_depth() == start, "an exception leaves the scope open")
-
-
-# graphs
-
-
-def capture(trio: Trio) -> None:
-    ctx, runtime = trio.found, trio.found.ops.runtime
-    x, weight = torch.ones(4, device=ctx.device), torch.full((4,), 2.0, device=ctx.device)
-    graph = runtime.capture(lambda: x * weight + 1, runtime.new_graph_pool())
-    require(graph.replay().tolist() == [3.0] * 4, "the first replay gives other numbers than the function")
-    x.fill_(5)
-    require(graph.replay().tolist() == [11.0] * 4, "a replay does not see what was written to the operands")
-    require(x.tolist() == [5.0] * 4, "a replay changed its operand")
-    graph.destroy()
-    graph.destroy()
-
-
-def pool(trio: Trio) -> None:
-    """Two graphs that share memory, replayed in turn."""
-    ctx, runtime = trio.found, trio.found.ops.runtime
-    shared, x = runtime.new_graph_pool(), torch.arange(4.0, device=ctx.device)
-    first = runtime.capture(lambda: x + 1, shared)
-    second = runtime.capture(lambda: x * 10, shared)
-    for value in (1.0, 2.0):
-        x.fill_(value)
-        require(first.replay().tolist() == [value + 1] * 4, "the first of two graphs in a pool gives wrong numbers")
-        require(second.replay().tolist() == [value * 10] * 4, "the second of two graphs in a pool gives wrong numbers")
-    first.destroy(), second.destroy()
 
 
 # timers and modes
@@ -341,7 +215,9 @@ def timers(trio: Trio) -> None:
     times = runtime.read_timers(True)
     found = {name: len(values) for name, values in times.items()}
     require(found == {"product": 2, "broken": 1}, f"scopes timed: {found}, expected product twice and broken once")
-    require(all(0 <= ms < 60_000 for values in times.values() for ms in values), f"times are {times}, expected milliseconds")
+    require(
+        all(0 <= ms < 60_000 for values in times.values() for ms in values), f"times are {times}, expected milliseconds"
+    )
     require(runtime.read_timers(True) == {}, "a scope is read twice")
 
 

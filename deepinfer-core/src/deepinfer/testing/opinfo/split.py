@@ -15,7 +15,8 @@ from deepinfer.hooks import KVCache, OpTable
 from deepinfer.hooks.api import provides_of
 from deepinfer.testing.compare import close
 from deepinfer.testing.opinfo.context import SampleContext, Trio
-from deepinfer.testing.opinfo.steps import SOURCES, Scene
+from deepinfer.testing.opinfo.memory import SOURCES
+from deepinfer.testing.opinfo.steps import Scene
 from deepinfer.testing.opinfo.tree import same_bits
 from deepinfer.testing.results import Failure
 

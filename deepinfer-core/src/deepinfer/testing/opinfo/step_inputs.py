@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from deepinfer.hooks.ops.step_inputs import Truncation
-from deepinfer.testing.opinfo.cache import DECODE, EDGES, LONG, MIXED, ONE, SHORT
 from deepinfer.testing.opinfo.context import SampleContext
+from deepinfer.testing.opinfo.memory import cache_spec
 from deepinfer.testing.opinfo.record import REPEATABLE, Args, ErrorSample, OpInfo, Sample
-from deepinfer.testing.opinfo.steps import cache_spec
+from deepinfer.testing.opinfo.scenes import DECODE, EDGES, LONG, MIXED, ONE, SHORT
 
 OFF = Truncation()
 

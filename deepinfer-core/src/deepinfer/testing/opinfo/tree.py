@@ -26,7 +26,7 @@ COPY_LIMIT = 1 << 30
 
 def children(value: Any) -> Iterator[tuple[str, Any]]:
     """(name, part) of a compound value; nothing for a leaf."""
-    if isinstance(value, _LEAVES + (torch.Tensor, np.ndarray)):
+    if isinstance(value, (*_LEAVES, torch.Tensor, np.ndarray)):
         return
     if isinstance(value, Mapping):
         yield from ((str(key), part) for key, part in value.items())

@@ -12,8 +12,17 @@ from deepinfer.errors import RequestError
 from deepinfer.reference.vision import VisionWeights
 from deepinfer.reference.vision_geometry import TokenKind
 from deepinfer.testing.opinfo.context import SampleContext, once
-from deepinfer.testing.opinfo.gemm import exactly
-from deepinfer.testing.opinfo.record import BATCH_INVARIANT, PURE, Args, ErrorSample, OpInfo, Sample, by_rows, by_sequences
+from deepinfer.testing.opinfo.record import (
+    BATCH_INVARIANT,
+    PURE,
+    Args,
+    ErrorSample,
+    OpInfo,
+    Sample,
+    by_rows,
+    by_sequences,
+    exactly,
+)
 from deepinfer.testing.opinfo.strategies import rows_and_seeds
 
 BLOCKS = 3
@@ -27,9 +36,17 @@ def weights(ctx: SampleContext) -> VisionWeights:
     width, inner, patch = sizes.hidden_size, sizes.intermediate_size, 3 * sizes.patch_size**2
     joined = width * sizes.downsample_ratio**2
     shapes = {"vision.patch_embed.proj": (width, patch), "aligner.w1": (hidden, joined), "aligner.w2": (hidden, hidden)}
-    shapes |= {f"vision.blocks.{i}.attn.{n}": s for i in range(BLOCKS) for n, s in (("wqkv", (3 * width, width)), ("wo", (width, width)))}
+    shapes |= {
+        f"vision.blocks.{i}.attn.{n}": s
+        for i in range(BLOCKS)
+        for n, s in (("wqkv", (3 * width, width)), ("wo", (width, width)))
+    }
     tensors = {f"{name}.bias": ctx.normal(f"{name}.bias", shape[0], scale=0.1) for name, shape in shapes.items()}
-    shapes |= {f"vision.blocks.{i}.mlp.{n}": s for i in range(BLOCKS) for n, s in (("w1", (2 * inner, width)), ("w2", (width, inner)))}
+    shapes |= {
+        f"vision.blocks.{i}.mlp.{n}": s
+        for i in range(BLOCKS)
+        for n, s in (("w1", (2 * inner, width)), ("w2", (width, inner)))
+    }
     tensors |= {f"{name}.weight": ctx.normal(name, *shape, scale=shape[1] ** -0.5) for name, shape in shapes.items()}
     norms = ["vision.norm", *(f"vision.blocks.{i}.norm{n}" for i in range(BLOCKS) for n in (1, 2))]
     tensors |= {f"{name}.weight": ctx.normal(name, width, scale=0.2) + 1 for name in norms}
