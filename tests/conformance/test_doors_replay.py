@@ -334,5 +334,3 @@ def test_a_call_of_a_running_engine_is_stored_and_replays(tmp_path):
         runs.forced(llm, script)
     done = replay(dumper.written.with_suffix(".safetensors"), loaded=loaded)
     assert done.ok and done.repeated().endswith("bit for bit"), text(done)
-
-

@@ -162,7 +162,7 @@ def test_bad_requests_harm_nobody(llm, alone):
     bad = [[], [0, 512], [-1, 3], text(512), [0, 2**40], [0, 500]]
     mixed_prompts, mixed_params = [], []
     for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
-        mixed_prompts += [prompt] + bad[index : index + 1]
+        mixed_prompts += [prompt, *bad[index : index + 1]]
         mixed_params += [one] + [GREEDY] * len(bad[index : index + 1])
     outputs = run(llm, mixed_prompts, mixed_params)
     assert len(outputs) == len(mixed_prompts)
@@ -176,7 +176,8 @@ def test_bad_requests_harm_nobody(llm, alone):
 
 def test_length_limits(make):
     with make(max_model_len=40) as llm:
-        outputs = run(llm, [text(39), text(40), text(41), text(30)], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        outputs = run(llm, [text(39), text(40), text(41), text(30)], params)
     assert [len(output) for output in outputs] == [1, 0, 0, 8]
     assert outputs[0].finish_reason == "length"
     assert "40" in str(outputs[1].error) and "41" in str(outputs[2].error)
@@ -236,10 +237,10 @@ def test_seeds_snippet_is_refused_only_for_its_ranks(micro):
     arguments = {"trust_remote_code": True, "gpu_memory_utilization": 0.85, "max_model_len": 256}
     with pytest.raises(UnsupportedError, match="expert_parallel_size=8"):
         LLM(model=micro, expert_parallel_size=8, **arguments)
-    from deepinfer.entrypoints.llm import LLM as ByOriginalPath
+    from deepinfer.entrypoints.llm import LLM as OriginalLLM  # noqa: N811
     from deepinfer.sampling_params import SamplingParams as ParamsByOriginalPath
 
-    with ByOriginalPath(model=micro, expert_parallel_size=1, **arguments) as llm:
+    with OriginalLLM(model=micro, expert_parallel_size=1, **arguments) as llm:
         params = ParamsByOriginalPath(temperature=0.6, max_tokens=4)
         outputs = llm.generate(prompts=["Hello"], sampling_params=params, use_tqdm=False)
         assert len([t.token_id for t in outputs[0]]) in range(1, 5)

@@ -525,9 +525,7 @@ class TestFilters:
         core = small.bind().bindings[0].provider
         why = "its sums depend on the other rows of a batch without numerics.order_free"
         assert text.startswith("DEEPINFER_BATCH_INVARIANT=1: 4 ops without a provider:\n")
-        assert (
-            f"math.square v1 -> nobody\n  {ACME}: not declared batch_invariant\n  {core}: {why}\n" in text
-        )
+        assert f"math.square v1 -> nobody\n  {ACME}: not declared batch_invariant\n  {core}: {why}\n" in text
         assert text.endswith("\n  Core's own bodies qualify with numerics.order_free.")
         assert "runtime." not in text  # moves data, sums nothing
 

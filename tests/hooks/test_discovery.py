@@ -314,7 +314,7 @@ def test_a_backend_may_name_the_device_that_stands_for_its_own(site, answer):
     loaded = open_backend("acme")
     assert loaded.device_type == "warpdrive"
     if answer == "'cpu'":
-        with pytest.raises(BackendError, match="deepinfer_register_device returned 'cpu', expected a torch.device or None"):
+        with pytest.raises(BackendError, match="deepinfer_register_device returned 'cpu', expected a torch"):
             loaded.device()
     else:
         assert loaded.device(3).type == "cpu"

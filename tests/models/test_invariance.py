@@ -7,6 +7,7 @@ other way would otherwise be amplified by every quantizer after it).
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 import torch
@@ -44,10 +45,7 @@ def run(harness, ids, cuts, sequence=0):
     """Logits [n, V] of a text fed in pieces that end at `cuts`."""
     bounds = [0, *cuts, len(ids)]
     with torch.inference_mode():
-        parts = [
-            harness.logits(harness.inputs([(sequence, ids, a, b)]))
-            for a, b in zip(bounds[:-1], bounds[1:], strict=True)
-        ]
+        parts = [harness.logits(harness.inputs([(sequence, ids, a, b)])) for a, b in pairwise(bounds)]
     return torch.cat(parts)
 
 

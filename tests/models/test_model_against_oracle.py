@@ -29,9 +29,7 @@ def text(length, seed=0):
 
 
 def product(directory, ids, numerics, truncation="off", keep=None):
-    harness = Harness(
-        directory, numerics, truncation, keep, max_len=len(ids) + 8, batch_invariant=numerics == "exact"
-    )
+    harness = Harness(directory, numerics, truncation, keep, max_len=len(ids) + 8, batch_invariant=numerics == "exact")
     with torch.inference_mode():
         return harness, harness.logits(harness.inputs([(0, ids, 0, len(ids))])).double()
 

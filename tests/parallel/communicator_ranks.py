@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -36,12 +38,8 @@ def make(numerics: Numerics = EXACT) -> CommunicatorOps:
 
 
 def raises(part: str, call: Callable[[], object]) -> None:
-    try:
+    with pytest.raises(BackendError, match=re.escape(part)):
         call()
-    except BackendError as error:
-        assert part in str(error), error
-    else:
-        raise AssertionError(f"no error; expected one with {part!r}")
 
 
 @check

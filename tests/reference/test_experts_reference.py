@@ -15,9 +15,7 @@ def seeded(*shape, seed=0):
 
 
 def tk_route(logits, bias, top_k, **kwargs):
-    return tile_kernels().moe_topk_gate_forward(
-        logits, top_k, False, 0, 1.5, 0, "sqrtsoftplus", bias=bias, **kwargs
-    )
+    return tile_kernels().moe_topk_gate_forward(logits, top_k, False, 0, 1.5, 0, "sqrtsoftplus", bias=bias, **kwargs)
 
 
 @pytest.mark.parametrize(("rows", "count", "top_k"), [(1, 16, 4), (50, 16, 4), (33, 384, 6), (20, 8, 2)])

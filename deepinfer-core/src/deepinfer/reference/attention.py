@@ -19,16 +19,22 @@ _GATHER_VALUES = 2**21
 def sink_softmax(logits: torch.Tensor, sink: torch.Tensor) -> torch.Tensor:
     """Softmax over the last dimension with one extra logit in the denominator.
 
-    logits [..., h, K] with -inf where a key is invisible; sink [h]; returns [..., h, K], all 0 where nothing is visible.
+    logits [..., h, K] with -inf where a key is invisible; sink [h]; returns [..., h, K], 0 where nothing is visible.
     """
     sink = sink.to(logits.dtype).unsqueeze(-1)
-    peak = torch.maximum(logits.amax(-1, keepdim=True), sink) if logits.shape[-1] else sink.expand(*logits.shape[:-1], 1)
+    no_key = not logits.shape[-1]
+    peak = sink.expand(*logits.shape[:-1], 1) if no_key else torch.maximum(logits.amax(-1, keepdim=True), sink)
     weights = torch.exp(logits - peak)
     return weights / (weights.sum(-1, keepdim=True) + torch.exp(sink - peak))
 
 
 def attend_rows(
-    q: torch.Tensor, keys: torch.Tensor, visible: torch.Tensor, sink: torch.Tensor, scale: float, accumulate: torch.dtype
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    visible: torch.Tensor,
+    sink: torch.Tensor,
+    scale: float,
+    accumulate: torch.dtype,
 ) -> torch.Tensor:
     """Every row attends to its own keys.
 

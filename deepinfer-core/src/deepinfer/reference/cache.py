@@ -7,7 +7,7 @@ Source: DeepSeek-V4.1 cache formats. Called by `hooks.ops.cache` only.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -37,9 +37,9 @@ class _Rows:
             self.bytes = torch.zeros(rows, data + scale, dtype=torch.uint8, device=device)
             self.codes, self.scales = self.bytes[:, :data], self.bytes[:, data:]
 
-    _ENCODE = {"fp8": quant.encode_q8, "fp4": quant.encode_q4e, "index": quant.encode_q4u}
-    _DECODE = {"fp8": quant.decode_q8, "fp4": quant.decode_q4e, "index": quant.decode_q4u}
-    _ROUND = {"fp8": quant.fake_q8, "fp4": quant.fake_q4e, "index": quant.fake_q4u}
+    _ENCODE: ClassVar = {"fp8": quant.encode_q8, "fp4": quant.encode_q4e, "index": quant.encode_q4u}
+    _DECODE: ClassVar = {"fp8": quant.decode_q8, "fp4": quant.decode_q4e, "index": quant.decode_q4u}
+    _ROUND: ClassVar = {"fp8": quant.fake_q8, "fp4": quant.fake_q4e, "index": quant.fake_q4u}
 
     def encode(self, vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self._ENCODE[self.format](vectors)

@@ -5,6 +5,8 @@ Plain numpy on the host, because a step is planned there; `hooks.ops.step_inputs
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 
 
@@ -28,7 +30,12 @@ def entry_rows(
 
 
 def ring_rows(
-    positions: np.ndarray, sequence: np.ndarray, ends: np.ndarray, slots: np.ndarray, length: int, keep: np.ndarray | None
+    positions: np.ndarray,
+    sequence: np.ndarray,
+    ends: np.ndarray,
+    slots: np.ndarray,
+    length: int,
+    keep: np.ndarray | None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Rows whose values a ring of `length` slots keeps: (rows [S], physical [S]), int64.
 
@@ -43,7 +50,7 @@ def runs_of_equal_length(q_lens: np.ndarray) -> list[tuple[int, int]]:
     """(first, count) of maximal runs of consecutive equal values."""
     edges = np.flatnonzero(np.diff(q_lens)) + 1
     bounds = [0, *edges.tolist(), len(q_lens)]
-    return [(a, b - a) for a, b in zip(bounds[:-1], bounds[1:], strict=True) if b > a]
+    return [(a, b - a) for a, b in pairwise(bounds) if b > a]
 
 
 def truncated_rows(q_starts: np.ndarray, q_lens: np.ndarray, data_lens: np.ndarray, keep: int) -> np.ndarray:

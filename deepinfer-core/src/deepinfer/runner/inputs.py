@@ -18,7 +18,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from deepinfer.sample.sampler import SampledRows, SamplingBatch
+    from deepinfer.sample.rows import SampledRows, SamplingBatch
 
 StepKind = Literal["prefill", "decode"]
 
@@ -40,23 +40,40 @@ class CacheCapacity:
     block_size: int = 128
 
 
+class MaskSource(Protocol):
+    """Grammar masks that depend on tokens of the step before, which the host knows only after committing it."""
+
+    def result(self) -> np.ndarray | None:
+        """int32 [R, ceil(V/32)] as `SamplingBatch.allowed_mask`, None = no restriction. May block until the engine has
+        committed the step before; must not block for ever if that step fails."""
+        ...
+
+
 @dataclass(slots=True)
 class StepBatch:
     """Everything a step needs, flattened over its `n` sequences: `Q = q_lens.sum()` rows. All host arrays.
 
+    A step may be launched before the one before it is committed. What the host does not know then, the device does
+    (`StepFeedback`): the tokens of decode rows always, and with drafts also where each sequence really stands.
+
     step_id          running number of the step
-    kind             "prefill" (chunks of prompts) or "decode" (one row a sequence); never mixed
+    kind             "prefill" (chunks of prompts) or "decode" (the newest token and drafts behind it); never mixed
     slots            [n]     int64  state slot of each sequence
     q_starts         [n]     int64  tokens already in the sequence's caches = position of its first new row
-    q_lens           [n]     int64  new rows, at least one
-    token_ids        [Q]     int64  the new tokens, sequence after sequence
-    history          [n, 3]  int64  raw token ids before `q_starts`, nearest LAST; -1 = before the beginning
+    q_lens           [n]     int64  new rows, at least one; in decode 1 + the drafts to verify
+    token_ids        [Q]     int64  the new tokens, sequence after sequence; -1 = the device knows it (decode)
+    history          [n, 3]  int64  raw token ids before `q_starts`, nearest LAST; -1 = before the beginning (prefill)
     block_table      [n, B]  int32  blocks in order of position; unused entries are 0
     data_lens        [n]     int64  length the (re)prefill of the sequence runs to: prompt plus recomputed tokens
-    sampled          [n]     bool   True: the last row yields a token (decode, or the last chunk of a prompt)
-    sampling         parameters of the sampled sequences, in order
+    sampled          [n]     bool   True: its rows yield tokens (decode), or its last row does (last chunk of a prompt)
+    sampling         parameters of the rows that yield tokens, in order: every row of a decode step, the last row of a
+                     sampled prompt chunk
     prompt_logprobs  [n]     bool   True: log-probabilities of `prompt_targets` are wanted for this sequence's rows
     prompt_targets   [Q]     int64  prompt token that follows each row; -1 = none (last prompt row, generated rows)
+    optimistic       `q_starts` are upper bounds that hold if every draft in flight is accepted; the device has the
+                     true ones
+    masks            None, or asked once by the runner after the forward and before sampling; its result takes the
+                     place of `sampling.allowed_mask`
     """
 
     step_id: int
@@ -72,6 +89,8 @@ class StepBatch:
     sampling: SamplingBatch
     prompt_logprobs: np.ndarray
     prompt_targets: np.ndarray
+    optimistic: bool = False
+    masks: MaskSource | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -86,15 +105,48 @@ class StepBatch:
 
 @dataclass(slots=True)
 class StepResult:
-    """What a step produced.
+    """What a step produced, for its `s` sampled sequences in the batch's order.
 
-    rows             one row per *sampled* sequence, in the batch's order
+    rows             the rows that yield tokens, as in `StepBatch.sampling`
     prompt_logprobs  {index of the sequence in the batch: float32 [q_len]}, entry j scores `prompt_targets` of row j;
                      entries without a target are meaningless. Only sequences that asked for them are present.
+    accepted         int64 [s] drafts accepted: a sequence emits the tokens of its first `accepted + 1` rows, the others
+                     are void; None = one row a sequence
+    counts           int64 [s] rows of each sequence; None = one each
+    drafts           what is proposed for each sequence's next step; None without a proposer
+    timing           when the device worked
     """
 
     rows: SampledRows
     prompt_logprobs: dict[int, np.ndarray] = field(default_factory=dict)
+    accepted: np.ndarray | None = None
+    counts: np.ndarray | None = None
+    drafts: DraftRows | None = None
+    timing: StepTiming | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRows:
+    """Proposed tokens of `s` sequences.
+
+    token_ids    int64   [s, N]  -1 = none
+    confidences  float32 [s, N]  predicted chance that the draft is accepted if those before it are, 0 .. 1
+    """
+
+    token_ids: np.ndarray
+    confidences: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class StepTiming:
+    """Milliseconds of a step on its device.
+
+    busy    from the first to the last work of the step
+    waited  from the end of the step before to the first work of this one
+    """
+
+    busy: float
+    waited: float
 
 
 class StepHandle(Protocol):
@@ -114,11 +166,12 @@ class Executor(Protocol):
         ...
 
     def launch(self, batch: StepBatch) -> StepHandle:
-        """Start a step and return at once where the device allows it; steps run in launch order."""
+        """Start a step and return without waiting for it; steps run in launch order. A failure is raised here or by the
+        handle."""
         ...
 
     def zero_slots(self, slots: Sequence[int]) -> None:
-        """Reset the state of these slots before their next owner's first step."""
+        """Reset the state of these slots after the steps launched so far and before the next one."""
         ...
 
     def close(self) -> None:

@@ -38,7 +38,8 @@ def open_model(config: EngineConfig) -> ModelFiles:
     model = ModelConfig.from_directory(directory)
     if config.tokenizer is None:
         return ModelFiles(directory, model, Tokenizer(directory))
-    return ModelFiles(directory, model, Tokenizer(locate(config.tokenizer, config.tokenizer_revision, environ, TOKENIZER)))
+    where = locate(config.tokenizer, config.tokenizer_revision, environ, TOKENIZER)
+    return ModelFiles(directory, model, Tokenizer(where))
 
 
 def _environ(settings: Settings) -> Mapping[str, str]:

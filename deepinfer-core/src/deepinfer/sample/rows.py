@@ -15,6 +15,26 @@ from deepinfer.sampling_params import SamplingParams
 
 
 @dataclass(slots=True)
+class AheadRules:
+    """What of a row depends on its position, for rows whose position only the device knows (drafts in flight).
+
+    Rows come sequence after sequence, `counts` of them; row j of a sequence produces the j-th token behind the first.
+
+    counts       int64 [n]     rows of each sequence, at least one
+    eos_from     int64 [n]     first position that may hold an end token
+    golden       int32 [n, w]  forced tokens of the positions from `golden_from` on, -1 = free; None if nobody has any
+    golden_from  int64 [n]
+    forbidden    int64 [m, 3]  (sequence, token id, position from which it is possible), or None
+    """
+
+    counts: np.ndarray
+    eos_from: np.ndarray
+    golden: np.ndarray | None = None
+    golden_from: np.ndarray | None = None
+    forbidden: np.ndarray | None = None
+
+
+@dataclass(slots=True)
 class SamplingBatch:
     """What the R sampled rows of a step want, as numpy arrays with one entry a row.
 
@@ -29,6 +49,8 @@ class SamplingBatch:
     forbidden         int64 [m, 2] or None   further (row, token id) pairs that are impossible, e.g. stop ids before
                                `min_tokens`
     allowed_mask      int32 [R, ceil(V/32)] or None   grammar: bit `id % 32` of word `id // 32` set = allowed
+    ahead             None, or rules that take the place of position, forbid_eos, golden and forbidden, which are then
+                      void
     """
 
     temperature: np.ndarray
@@ -41,6 +63,7 @@ class SamplingBatch:
     golden: np.ndarray
     forbidden: np.ndarray | None = None
     allowed_mask: np.ndarray | None = None
+    ahead: AheadRules | None = None
 
     @property
     def num_rows(self) -> int:

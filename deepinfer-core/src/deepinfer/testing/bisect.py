@@ -81,7 +81,7 @@ def switchable(subject: Subject) -> list[Unit]:
 
 
 def private_layouts(binding: Binding) -> Iterator[str]:
-    """"<tag> layout <name>" of the layouts that only the binding's provider knows."""
+    """ "<tag> layout <name>" of the layouts that only the binding's provider knows."""
     declared = provides_of(binding.function)
     for tag in binding.spec.layouts:
         name = declared.layouts.get(tag, binding.provider.name) if declared else CANONICAL

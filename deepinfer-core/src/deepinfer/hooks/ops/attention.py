@@ -8,6 +8,7 @@ below them through the bound table, so a backend may replace either grain. Mathe
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -283,8 +284,9 @@ class AttentionOps(OpGroup):
     def candidate_blocks(self, scores: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor | None:
         """Blocks of `candidate_block_size` entries with the largest score; the last visible block always counts.
 
-        scores [R, K] activation dtype, lengths [R] int64 visible entries; returns [R, candidate_topk_blocks] int64 ascending
-        with -1 padding, or None when no row has more blocks than that
+        scores [R, K] activation dtype, lengths [R] int64 visible entries
+        returns [R, candidate_topk_blocks] int64 ascending with -1 padding, or None when no row has
+        more blocks than that
         """
         return indexer.candidate_blocks(
             scores, lengths, self.traits.candidate_block_size, self.traits.candidate_topk_blocks
@@ -294,8 +296,9 @@ class AttentionOps(OpGroup):
     def top_entries(self, scores: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """The `index_topk` best of each row's first `lengths` entries.
 
-        scores [R, K] activation dtype, lengths [R] int64; returns [R, min(index_topk, K)] int64 ascending, -1 padding; equal
-        scores prefer the lower entry, -inf is never chosen
+        scores [R, K] activation dtype, lengths [R] int64
+        returns [R, min(index_topk, K)] int64 ascending, -1 padding; equal scores prefer the lower
+        entry, -inf is never chosen
         """
         return indexer.top_entries(scores, lengths, self.traits.index_topk)
 
@@ -336,7 +339,7 @@ class AttentionOps(OpGroup):
             raise ValueError(f"segments reach from {bounds[0]} to {bounds[-1]}, but there are {q.shape[0]} rows")
         parts = [
             reference.attend_segment(q[a:b], k[a:b], v[a:b], self.numerics.accumulate_dtype)
-            for a, b in zip(bounds[:-1], bounds[1:], strict=True)
+            for a, b in pairwise(bounds)
         ]
         return torch.cat(parts).to(q.dtype)
 

@@ -118,7 +118,7 @@ class CacheOps(OpGroup):
 
     @op(version=1, level="required", status="beta", grain="kernel", layout="kv_cache")
     def zero_slots(self, cache: KVCache, slots: torch.Tensor) -> None:
-        """Zero rings and compressor state of state slots before a new owner uses them. slots [S] int64. [in-place cache]"""
+        """Zero rings and compressor state of state slots before a new owner. slots [S] int64. [in-place cache]"""
         cache.storage.fill_slots(slots, 0)
 
     @op(version=1, level="recommended", status="beta", grain="kernel", layout="kv_cache")

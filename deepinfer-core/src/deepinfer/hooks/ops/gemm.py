@@ -39,9 +39,7 @@ class GemmOps(OpGroup):
         return self._prepare(weight)
 
     @op(version=1, level="required", status="beta", grain="kernel", layout="dense_weight")
-    def linear(
-        self, x: torch.Tensor | QuantTensor, weight: Any, out_dtype: torch.dtype | None = None
-    ) -> torch.Tensor:
+    def linear(self, x: torch.Tensor | QuantTensor, weight: Any, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """x times weight transposed: sums in float32 (`numerics.accumulate_dtype`), one rounding at the end.
 
         x          [..., K] activation dtype; a QuantTensor for weights in FP8
@@ -106,9 +104,7 @@ class GemmOps(OpGroup):
         return norm.rms_norm(x, weight, eps, self.numerics.accumulate_dtype, self.numerics.activation_dtype)
 
     @op(version=1, level="optional", status="beta", grain="block")
-    def rms_norm_quantize(
-        self, x: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, QuantTensor]:
+    def rms_norm_quantize(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, QuantTensor]:
         """`rms_norm` and the quantization of its rounded result.
 
         x, weight, eps  as in `rms_norm`

@@ -97,9 +97,7 @@ class ResidualOps(OpGroup):
 
         streams [Q, m, H] -> [Q, m, H], activation dtype
         """
-        return reference.write_back(
-            streams, pending.y, pending.post, pending.comb, self.numerics.accumulate_dtype
-        )
+        return reference.write_back(streams, pending.y, pending.post, pending.comb, self.numerics.accumulate_dtype)
 
     @op(version=1, level="recommended", status="beta", grain="block")
     def site(

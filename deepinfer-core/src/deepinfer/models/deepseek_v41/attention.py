@@ -38,9 +38,7 @@ class Attention:
     heads: int
     eps: float
 
-    def store_entries(
-        self, ops: OpTable, u: torch.Tensor, step: StepInputs, cache: KVCache, shared: Shared
-    ) -> None:
+    def store_entries(self, ops: OpTable, u: torch.Tensor, step: StepInputs, cache: KVCache, shared: Shared) -> None:
         """Write this layer's compressed entries and index keys for all rows u [Q, H], where it is a source."""
         if self.compressor is not None:
             shared.latents = self.compressor.store(ops, u, step, cache)

@@ -1,4 +1,4 @@
-"""The lightning indexer of an index-source layer: which compressed entries its rows, and the layers after it, attend to."""
+"""The lightning indexer of an index-source layer: which compressed entries it and the layers after it attend to."""
 
 from __future__ import annotations
 

@@ -141,9 +141,7 @@ class Model:
         )  # fmt: skip
         return {layer.index: layer.engram.fetch(self.ops, ngrams, inputs.image_mask) for layer in layers}
 
-    def _attention(
-        self, layer: Layer, streams: Streams, flow: _Flow, steps: StepViews, cache: KVCache
-    ) -> Streams:
+    def _attention(self, layer: Layer, streams: Streams, flow: _Flow, steps: StepViews, cache: KVCache) -> Streams:
         """Engram, DSpark feature and attention sub-layer; at the boundary, change to the decoder's rows."""
         ops = self.ops
         if layer.engram is not None:

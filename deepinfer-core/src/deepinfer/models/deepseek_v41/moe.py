@@ -16,8 +16,6 @@ class Moe:
 
     weights: MoeWeights
 
-    def __call__(
-        self, ops: OpTable, u: torch.Tensor, x: QuantTensor, image_mask: torch.Tensor | None
-    ) -> torch.Tensor:
+    def __call__(self, ops: OpTable, u: torch.Tensor, x: QuantTensor, image_mask: torch.Tensor | None) -> torch.Tensor:
         """u, x [Q, H]: the norm's output, plain (router) and quantized (experts). Returns y [Q, H]."""
         return ops.experts.moe(u, x, self.weights, image_mask)

@@ -212,5 +212,3 @@ def quiet_hooks() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(before)
-
-

@@ -91,7 +91,7 @@ def main(backend: str, folder: Path) -> None:
                 break
     (folder / f"{rank}.json").write_text(json.dumps(results))
     if results.get("close", "not reached"):
-        os._exit(0)  # groups left open may have threads that abort an orderly end, which would hide the story told above
+        os._exit(0)  # groups left open may have threads that abort an orderly end, which would hide this story
 
 
 def _story(check: object, me: object) -> str:
