@@ -84,9 +84,10 @@ def test_token_by_token(harnesses, numerics):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("numerics", [SMOOTH, EXACT])
-@pytest.mark.parametrize("config", ["tiny", "micro"])
-def test_every_split_of_a_long_text(harnesses, config, numerics):
-    check(harnesses, config, numerics, 137, [[cut] for cut in range(1, 137, 3)])
+@pytest.mark.parametrize(("config", "stride"), [("tiny", 11), ("micro", 5)])
+def test_splits_of_a_long_text(harnesses, config, stride, numerics):
+    """Strides prime to the ratios, block sizes and rings, so that every phase of them is cut."""
+    check(harnesses, config, numerics, 137, [[cut] for cut in range(1, 137, stride)])
 
 
 @pytest.mark.parametrize("numerics", [SMOOTH, EXACT])
