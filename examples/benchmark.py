@@ -3,9 +3,12 @@
     python examples/benchmark.py --model /tmp/tiny                       # everything, minutes on two cores
     python examples/benchmark.py --model /tmp/tiny --only decode --batch 32
     python examples/benchmark.py --model /tmp/tiny --json > result.json
+    python examples/benchmark.py --model TRAINED --only speculation --drafts 5 --batches 1,4,32
 
 Sections: prefill, decode (a model through `LLM`), scheduler, memory (the engine over an executor that computes
-nothing), loader (a fresh process that only loads). Prompts are random token ids, greedy, without end token.
+nothing), loader (a fresh process that only loads), speculation (only with --drafts: no drafts, a fixed number, and as
+many as they are worth, on the same texts). Prompts are random token ids, greedy, without end token; those of the
+speculation section are texts.
 """
 
 from __future__ import annotations
@@ -36,9 +39,17 @@ from deepinfer.models.deepseek_v41.config import ModelConfig
 from deepinfer.runner.inputs import CacheCapacity, StepBatch, StepResult
 from deepinfer.sample.rows import SampledRows
 
-SECTIONS = ("prefill", "decode", "scheduler", "memory", "loader")
+SECTIONS = ("prefill", "decode", "scheduler", "memory", "loader", "speculation")
 SMALLEST_TOKEN, PLACEHOLDERS = 10, 20
 """Token ids that random prompts leave out: special ones at the beginning, placeholders (images) at the end."""
+
+REPETITION = (
+    "one two three four five six seven eight one two three four five six seven eight one two three four",
+    "the cat sat on the mat. the cat sat on the mat. the cat sat on the mat. the cat",
+    '{"name": "a", "size": 1}\n{"name": "b", "size": 2}\n{"name": "c", "size": 3}\n{"name": "d", "size":',
+    '[{"id": 1, "ok": true}, {"id": 2, "ok": true}, {"id": 3, "ok": true}, {"id": 4, "ok":',
+)
+"""Texts that go on as they began, unless --texts names others."""
 
 Row = tuple[str, float, str]
 """(figure, value, unit)"""
@@ -80,9 +91,9 @@ def measure_decode(llm: LLM, args: argparse.Namespace) -> list[Row]:
     results, _ = run(llm, prompts, args.decode_tokens)
     began = max(result.metrics.first_token_time for result in results)
     ended = min(result.metrics.finish_time for result in results)
-    steps = args.decode_tokens - 1
-    rate = steps / (ended - began)
-    return [("decode steps", rate, "steps/s"), (f"decode, batch {args.batch}", rate * args.batch, "tokens/s")]
+    rate = (args.decode_tokens - 1) / (ended - began)
+    rows: list[Row] = [(f"decode, batch {args.batch}", rate * args.batch, "tokens/s")]
+    return rows if llm.config.num_draft_tokens else [("decode steps", rate, "steps/s"), *rows]
 
 
 def measure_model(args: argparse.Namespace) -> list[Row]:
@@ -91,11 +102,71 @@ def measure_model(args: argparse.Namespace) -> list[Row]:
     chosen = [measure for name, measure in wanted.items() if name in args.only]
     if not chosen:
         return []
-    with LLM(**engine_arguments(args)) as llm:
+    with LLM(**arguments_of(args)) as llm:
         return [row for measure in chosen for row in measure(llm, args)]
 
 
+def arguments_of(args: argparse.Namespace, drafts: int | None = None, varlen: bool | None = None) -> dict[str, Any]:
+    """Keyword arguments of `LLM` for the flags, with other drafts than those of the flags if given."""
+    return engine_arguments(args) | {
+        "use_nextn_decode": args.drafts if drafts is None else drafts,
+        "enable_mtp_varlen": args.varlen if varlen is None else varlen,
+        "zero_overhead_scheduling": args.overlap,
+    }
+
+
+# --- speculation: the same texts without drafts, with all of them, and with as many as they are worth ----------------
+
+
+def measure_speculation(args: argparse.Namespace) -> list[Row]:
+    """Tokens a second of every way for every batch size, each the best of `--repeats` runs taken in turn."""
+    texts = Path(args.texts).read_text(encoding="utf-8").splitlines() if args.texts else REPETITION
+    batches = [int(size) for size in args.batches.split(",")]
+    ways = {"none": (0, False), f"fixed {args.drafts}": (args.drafts, False), "varlen": (args.drafts, True)}
+    llms = {name: LLM(**({"max_num_seqs": max(batches)} | arguments_of(args, *way))) for name, way in ways.items()}
+    rows: list[Row] = []
+    for batch in batches:
+        best = dict.fromkeys(ways, 0.0)
+        for _ in range(args.repeats):
+            for name, llm in llms.items():
+                best[name] = max(best[name], text_rate(llm, texts, batch, args.decode_tokens))
+        rows += [(f"{name}, batch {batch}", rate, "tokens/s") for name, rate in best.items()]
+        others = max(rate for name, rate in best.items() if name != "varlen")
+        rows.append((f"fixed over none, batch {batch}", best[f"fixed {args.drafts}"] / best["none"], "x"))
+        rows.append((f"varlen over the better of both, batch {batch}", best["varlen"] / others, "x"))
+    for name, llm in llms.items():
+        if llm.stats.speculation is not None:
+            print(f"{name}: {llm.stats.speculation.line()}", file=sys.stderr)
+        llm.close()
+    return rows
+
+
+def text_rate(llm: LLM, texts: Sequence[str], batch: int, max_tokens: int) -> float:
+    """Tokens a second from the first tokens on, so that prefill does not count."""
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    results = llm.generate([texts[index % len(texts)] for index in range(batch)], params, use_tqdm=False)
+    for result in results:
+        if result.error is not None:
+            raise result.error
+    began = max(result.metrics.first_token_time for result in results)
+    ended = max(result.metrics.finish_time for result in results)
+    return batch * (max_tokens - 1) / (ended - began)
+
+
 # --- the engine over an executor that computes nothing --------------------------------------------------------------
+
+
+class IdleStep:
+    """A step that asks for `count` tokens."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def result(self) -> StepResult:
+        """One token a sampled sequence."""
+        count = self._count
+        ids, logprobs = np.full(count, SMALLEST_TOKEN, np.int64), np.zeros(count, np.float32)
+        return StepResult(SampledRows(ids, logprobs, None, None, None, [None] * count))
 
 
 class IdleExecutor:
@@ -104,16 +175,9 @@ class IdleExecutor:
     def __init__(self, capacity: CacheCapacity) -> None:
         self.capacity = capacity
 
-    def launch(self, batch: StepBatch) -> IdleExecutor:
-        """Remembers how many tokens are asked for."""
-        self._count = int(batch.sampled.sum())
-        return self
-
-    def result(self) -> StepResult:
-        """One token a sampled sequence."""
-        count = self._count
-        ids, logprobs = np.full(count, SMALLEST_TOKEN, np.int64), np.zeros(count, np.float32)
-        return StepResult(SampledRows(ids, logprobs, None, None, None, [None] * count))
+    def launch(self, batch: StepBatch) -> IdleStep:
+        """Computes nothing."""
+        return IdleStep(int(batch.sampled.sum()))
 
     def zero_slots(self, slots: Sequence[int]) -> None:
         """There is no state."""
@@ -227,6 +291,12 @@ def parse_arguments(raw: list[str]) -> argparse.Namespace:
     add("--decode-tokens", type=int, default=64, metavar="N", help="tokens each generates (default: 64)")
     add("--requests", type=int, default=256, metavar="N", help="requests of the scheduler section (default: 256)")
     add("--steps", type=int, default=10_000, metavar="N", help="steps of the memory section (default: 10000)")
+    add("--drafts", type=int, default=0, metavar="N", help="draft tokens per request and step (default: 0)")
+    add("--varlen", action="store_true", help="verify as many of them as they are worth")
+    add("--overlap", action=argparse.BooleanOptionalAction, default=True, help="plan a step ahead (default: yes)")
+    add("--texts", metavar="FILE", help="prompts of the speculation section, one a line (default: built in)")
+    add("--batches", default="1,4,16", metavar="N,N", help="its batch sizes (default: 1,4,16)")
+    add("--repeats", type=int, default=3, metavar="N", help="its runs of each way, the best counts (default: 3)")
     add("--json", action="store_true", help="print JSON")
     add("--loader-child", action="store_true", help=argparse.SUPPRESS)
     add_engine_arguments(parser)
@@ -241,7 +311,10 @@ def main() -> None:
         loader_child(args)
         return
     rows = measure_model(args)
-    for name, measure in {"scheduler": measure_scheduler, "memory": measure_memory, "loader": measure_loader}.items():
+    engines = {"scheduler": measure_scheduler, "memory": measure_memory, "loader": measure_loader}
+    if args.drafts:
+        engines["speculation"] = measure_speculation
+    for name, measure in engines.items():
         rows += measure(args) if name in args.only else []
     if args.json:
         machine = {"system": platform.platform(), "cores": len(os.sched_getaffinity(0)), "arguments": args.raw}

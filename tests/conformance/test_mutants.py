@@ -741,6 +741,31 @@ class RingKeepsOneRowLess(StepInputOps):
         return views
 
 
+@mutant("step_inputs.build_ahead")
+class AheadBelievesTheHost(StepInputOps):
+    """Positions are the host's upper bounds."""
+
+    @provides()
+    def build_ahead(self, q_starts, latest, q_lens, slots, block_table, spec):
+        believed = torch.from_numpy(latest).to(q_starts.device)
+        return StepInputOps.build_ahead(self, believed, latest, q_lens, slots, block_table, spec)
+
+
+@mutant("step_inputs.build_ahead")
+class AheadStoresUnfinishedEntries(StepInputOps):
+    """Every row's entry goes to its sequence's block, complete or not."""
+
+    @provides()
+    def build_ahead(self, q_starts, latest, q_lens, slots, block_table, spec):
+        step = StepInputOps.build_ahead(self, q_starts, latest, q_lens, slots, block_table, spec)
+        for ratio, entries in step.entries.items():
+            per_block = spec.block_size // ratio
+            blocks = step.block_table[step.sequence, entries.index // per_block]
+            physical = blocks * per_block + entries.index % per_block
+            step.entries[ratio] = type(entries)(entries.rows, entries.index, physical)
+        return step
+
+
 @mutant("step_inputs.build")
 class BuildSharesTheHostArrays(StepInputOps):
     """Metadata on the host is the scheduler's own memory."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from stub_executor import StubExecutor, assert_idle, expected_tokens, make_engine, prompt_score
+from stub_executor import RestlessSchedule, StubExecutor, assert_idle, expected_tokens, make_engine, prompt_score
 
 from deepinfer.errors import EngineError
 from deepinfer.sampling_params import SamplingParams
@@ -34,16 +34,24 @@ class EngineWalk(RuleBasedStateMachine):
         num_seqs=st.integers(1, 6),
         budget=st.integers(6, 40),
         stop_preempted=st.sampled_from([False, False, True]),
+        overlap=st.booleans(),
+        drafts=st.sampled_from([0, 0, 1, 2, 5]),
+        restless=st.sampled_from([None, None, "early", "late"]),
     )
-    def start(self, num_blocks, block_size, num_seqs, budget, stop_preempted):
+    def start(self, num_blocks, block_size, num_seqs, budget, stop_preempted, overlap, drafts, restless):
         self.executor = StubExecutor(num_blocks=num_blocks, num_slots=num_seqs + 2, block_size=block_size)
         self.engine = make_engine(
             self.executor,
             max_model_len=MAX_LEN,
             max_num_seqs=num_seqs,
-            max_num_batched_tokens=budget,
+            max_num_batched_tokens=max(budget, num_seqs * (1 + drafts)),
             stop_preempted_request=stop_preempted,
+            zero_overhead_scheduling=overlap,
+            use_nextn_decode=drafts,
         )
+        if restless is not None and drafts:
+            self.engine.scheduler.schedule = RestlessSchedule(num_blocks)
+            self.engine.scheduler._choose_late = restless == "late"
         self.requests: dict[str, tuple[list[int], SamplingParams]] = {}
         self.results: dict = {}
         self.aborted: set[str] = set()
@@ -127,18 +135,25 @@ class EngineWalk(RuleBasedStateMachine):
         if not hasattr(self, "engine"):
             return
         scheduler, live = self.engine.scheduler, list(self.engine._live.values())
-        blocks = [block for seq in live for block in seq.blocks]
-        slots = [seq.slot for seq in live if seq.slot]
+        owners = live + scheduler._deferred  # ended, but a step in flight has their rows
+        blocks = [block for seq in owners for block in seq.blocks]
+        slots = [seq.slot for seq in owners if seq.slot]
         assert len(blocks) == len(set(blocks)) == scheduler.blocks.num_used
-        assert len(slots) == len(set(slots)) == scheduler.slots.num_used == scheduler.num_running
+        assert len(slots) == len(set(slots)) == scheduler.slots.num_used
+        assert sum(seq.slot > 0 for seq in live) == scheduler.num_running
+        assert all(scheduler.table.in_flight[seq.slot] for seq in scheduler._deferred)
         assert 0 not in blocks
         assert scheduler.num_running <= scheduler.config.max_num_seqs
         table = scheduler.table
         for seq in live:
             if seq.slot:
                 size = self.executor.capacity.block_size
-                assert table.completed[seq.slot] == table.scheduled[seq.slot] <= seq.length
+                ahead = int(table.scheduled[seq.slot] - table.completed[seq.slot])
+                assert (ahead > 0) == (table.in_flight[seq.slot] > 0)
+                assert table.completed[seq.slot] <= seq.length
+                assert table.pending[seq.slot] <= table.in_flight[seq.slot] <= self.engine._depth - 1
                 assert len(seq.blocks) >= -(-int(table.completed[seq.slot]) // size)
+                assert len(seq.blocks) <= -(-MAX_LEN // size)
                 assert table.block_table[seq.slot, : len(seq.blocks)].tolist() == seq.blocks
         assert len(live) + len(self.results) == len(self.requests)
 
@@ -153,8 +168,8 @@ class EngineWalk(RuleBasedStateMachine):
         assert_idle(self.engine)
         for batch in self.executor.batches:
             assert batch.num_rows <= self.engine.config.max_num_batched_tokens
-            starts = batch.q_starts + batch.q_lens
-            assert (starts <= MAX_LEN).all()
+            assert batch.optimistic or (batch.q_starts + batch.q_lens <= MAX_LEN).all()
+            assert (batch.q_starts + batch.q_lens <= self.engine.config.runtime_max_model_len).all()
 
 
 EngineWalk.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

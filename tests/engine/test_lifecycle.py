@@ -9,6 +9,7 @@ import pytest
 from stub_executor import (
     IMAGE,
     MODEL,
+    PLAIN,
     VOCAB,
     StubExecutor,
     assert_idle,
@@ -299,6 +300,7 @@ def test_close_aborts_and_is_idempotent():
 # --- bookkeeping ---
 
 
+@PLAIN
 def test_metrics_follow_the_clock():
     ticks = iter(range(1, 10_000))
     engine = Engine(make_config(), StubExecutor(), None, MODEL, clock=lambda: float(next(ticks)))
@@ -311,6 +313,7 @@ def test_metrics_follow_the_clock():
     assert (metrics.num_draft_tokens, metrics.num_accepted_tokens) == (0, 0)
 
 
+@PLAIN
 def test_stats_count_steps_and_tokens():
     engine = make_engine(max_num_batched_tokens=16)
     engine.add_request(token_ids=[6] * 40, params=PARAMS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from stub_executor import StubExecutor, make_config, make_engine
+from stub_executor import IN_ORDER, StubExecutor, make_config, make_engine
 
 from deepinfer.engine.engine import default_policy
 from deepinfer.engine.policy import AlternationPolicy, QueueView
@@ -39,6 +39,7 @@ def test_chunks_of_one_prompt_go_first_and_the_rest_of_the_budget_to_the_next():
     assert sampled == [[False], [False], [True, True, False], [False], [True]]
 
 
+@IN_ORDER
 def test_history_of_a_chunk_comes_from_the_same_sequence():
     """V403: every chunk border of a 12-token prompt, with a neighbour's rows right before it."""
     for budget in range(3, 9):
@@ -50,10 +51,11 @@ def test_history_of_a_chunk_comes_from_the_same_sequence():
         rows = [b.history[i].tolist() for b in executor.batches for i, s in enumerate(b.slots) if s == 2]
         starts = [int(b.q_starts[i]) for b in executor.batches for i, s in enumerate(b.slots) if s == 2]
         for start, history in zip(starts, rows, strict=True):
-            if start <= 12:
+            if start < 12:
                 assert history == [-1, -1, -1, *range(20, 32)][start : start + 3]
 
 
+@IN_ORDER
 def test_prefill_waits_for_no_vote_and_decode_follows():
     executor = StubExecutor()
     engine = make_engine(executor)
@@ -64,6 +66,7 @@ def test_prefill_waits_for_no_vote_and_decode_follows():
     assert kinds(executor) == "pddpd"
 
 
+@IN_ORDER
 def test_decode_never_starves_behind_a_stream_of_prompts():
     executor = StubExecutor(num_slots=40, num_blocks=400)
     engine = make_engine(executor, max_num_seqs=32, max_num_batched_tokens=32)
@@ -73,6 +76,7 @@ def test_decode_never_starves_behind_a_stream_of_prompts():
     assert kinds(executor) == "p" * 8 + "d" + "p" * 8 + "d" + "p" * 8 + "d" + "p" * 6 + "d"
 
 
+@IN_ORDER
 def test_chunks_go_on_at_high_usage_but_new_prompts_wait():
     executor = StubExecutor(num_blocks=11)
     engine = make_engine(executor, max_num_batched_tokens=16)
@@ -117,6 +121,7 @@ def test_the_most_recently_admitted_gives_way():
     assert list(engine.scheduler._waiting) == [names[1], names[2]]  # back in the order of arrival
 
 
+@IN_ORDER
 def test_scheduled_and_completed_tokens_are_kept_apart():
     engine = make_engine()
     engine.add_request(token_ids=[6, 7, 8], params=LONG)
@@ -124,10 +129,11 @@ def test_scheduled_and_completed_tokens_are_kept_apart():
     plan = scheduler.plan()
     table, slot = scheduler.table, int(plan.slots[0])
     assert (table.scheduled[slot], table.completed[slot], table.in_flight[slot]) == (3, 0, 1)
-    scheduler.complete(plan)
+    scheduler.complete(plan, plan.q_lens)
     assert (table.scheduled[slot], table.completed[slot], table.in_flight[slot]) == (3, 3, 0)
 
 
+@IN_ORDER
 def test_decode_plan_is_in_order_of_admission_and_pure():
     executor = StubExecutor()
     engine = make_engine(executor)

@@ -53,7 +53,7 @@ def test_model_is_required():
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"expert_parallel_size": 8}, {"data_parallel_size": 2}, {"context_parallel_size": 2}, {"use_nextn_decode": 5},
+    [{"expert_parallel_size": 8}, {"data_parallel_size": 2}, {"context_parallel_size": 2},
      {"engine_rank": 1}, {"tokens_per_block": 64}],
 )  # fmt: skip
 def test_what_this_version_lacks_is_refused_at_start(arguments):
@@ -85,6 +85,20 @@ def test_prompts_must_fit_a_step_without_chunks():
     assert create(**arguments).resolve(model()).max_num_batched_tokens == 256
     with pytest.raises(ConfigError, match="max_num_batched_tokens=256 is below max_model_len=512"):
         create(**arguments, chunked_prefill=False).resolve(model())
+
+
+def test_confidence_temperatures_are_one_or_one_a_draft():
+    for values in ((2.0,), (1.0, 1.1, 1.2)):
+        create(use_nextn_decode=3, dflash_confidence_head_temperature=values)
+    with pytest.raises(ConfigError, match="CONFIDENCE_HEAD_TEMPERATURE has 2 values: .* each of the 3 drafts"):
+        create(use_nextn_decode=3, dflash_confidence_head_temperature=(1.0, 2.0))
+    create(dflash_confidence_head_temperature=(1.0, 2.0))  # nobody drafts
+
+
+def test_no_proposer_means_no_drafts():
+    assert create(use_nextn_decode=3, proposer="none").num_draft_tokens == 0
+    with pytest.raises(ConfigError, match="verification='strict': expected one of coupled, rejection"):
+        create(verification="strict")
 
 
 def test_derived_sizes():

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import platform
 from pathlib import Path
 
 import pytest
 
-from deepinfer.hooks.devices.host_memory import memory_info, reset_peak
+from deepinfer.hooks.devices.host_memory import keep_freed_memory, memory_info, reset_peak, share_one_arena
 
 KB, GB = 1 << 10, 1 << 30
 
@@ -75,3 +76,8 @@ def test_without_kernel_files_the_standard_library_answers(tmp_path: Path) -> No
 def test_this_process() -> None:
     info = memory_info()
     assert info.total > 0 and info.allocated > 10 << 20
+
+
+def test_the_allocator_takes_orders_where_it_is_glibcs():
+    has_options = platform.libc_ver()[0] == "glibc"
+    assert (keep_freed_memory(), share_one_arena()) == (has_options, has_options)

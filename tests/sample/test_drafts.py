@@ -179,6 +179,10 @@ def test_uncoupled_drafts_use_other_randomness(ops):
     case.update(base_logits=torch.zeros(3, 4, V), temperature=torch.full((3,), 50.0), top_p=None, top_k=None)
     coupled, independent = ops.sampling.draft_block(**case), ops.sampling.draft_block(**case, coupled=False)
     assert not torch.equal(coupled.token_ids, independent.token_ids)
+    for i in range(1, independent.token_ids.shape[1]):
+        positions = case["positions"] + i
+        drawn = ops.sampling.draw(independent.logprobs[:, i], case["seeds"], positions, rng.PURPOSE_DRAFT, i)
+        assert torch.equal(independent.token_ids[:, i], drawn)
 
 
 def test_coupled_drafts_of_an_equal_head_are_accepted(ops):

@@ -66,7 +66,19 @@ class EngineConfig:
         None, "usable cache blocks of 128 tokens (default: what memory allows)", low=1
     )
     gpu_memory_utilization: float = _argument(0.9, "share of the device's memory the engine may use")
+    enable_prefix_caching: bool = _argument(False, "go on from what requests with the same beginning have computed")
+    num_prefix_snapshots: int | None = _argument(
+        None, "positions kept to go on from, one state slot each (default: max_num_seqs, at least 64)",
+        low=1,
+    )  # fmt: skip
+    prefix_snapshot_interval: int = _argument(1024, "tokens between two of them inside a prompt", low=1)
     stop_preempted_request: bool = _argument(False, "end a preempted request instead of recomputing it")
+    proposer: str = _argument("dspark", "who drafts tokens where drafts are on: dspark, ngram, none or module:factory")
+    verification: str = _argument(
+        "coupled",
+        "rule that accepts drafts: coupled leaves every output as it is without drafts, rejection accepts more of them",
+        ("coupled", "rejection"),
+    )
 
     data_parallel_size: int = _argument(1, "data parallel ranks", low=0)
     context_parallel_size: int = _argument(1, "context parallel ranks", low=1)
@@ -117,15 +129,20 @@ class EngineConfig:
 
     @property
     def num_draft_tokens(self) -> int:
-        """Draft tokens per request and step."""
-        return self.settings.use_nextn_decode
+        """Draft tokens per request and step, 0 = no speculation."""
+        return 0 if self.proposer == "none" else self.settings.use_nextn_decode
+
+    @property
+    def overlap(self) -> bool:
+        """Zero-overhead scheduling: on unless somebody switched it off."""
+        return self.settings.zero_overhead_scheduling is not False
 
     @property
     def runtime_max_model_len(self) -> int:
         """Exclusive bound of every position used at run time: drafts and a step in flight go beyond max_model_len."""
         assert self.max_model_len is not None, "resolve() the config first"
         drafts = self.num_draft_tokens
-        in_flight = drafts + 1 if self.settings.zero_overhead_scheduling else 0
+        in_flight = drafts + 1 if self.overlap and drafts else 0
         return self.max_model_len + drafts + in_flight + drafts
 
     @property
@@ -225,6 +242,12 @@ def _check_values(config: EngineConfig) -> None:
     share = config.gpu_memory_utilization
     if not (math.isfinite(share) and 0 < share <= 1):
         raise ConfigError(f"gpu_memory_utilization={share}: expected a number above 0 and at most 1")
+    temperatures = len(config.settings.dflash_confidence_head_temperature)
+    if config.num_draft_tokens and temperatures not in (1, config.num_draft_tokens):
+        raise ConfigError(
+            f"DEEPINFER_DFLASH_CONFIDENCE_HEAD_TEMPERATURE has {temperatures} values: expected one, or one for each of "
+            f"the {config.num_draft_tokens} drafts"
+        )
     _check_step_size(config)
 
 
@@ -240,11 +263,6 @@ def _check_step_size(config: EngineConfig) -> None:
 
 def _check_supported(config: EngineConfig) -> None:
     """Legal wishes this version cannot serve yet: said at once instead of ignored."""
-    if config.num_draft_tokens > 0:
-        raise UnsupportedError(
-            f"DEEPINFER_USE_NEXTN_DECODE={config.num_draft_tokens}: speculative decoding is not available in this "
-            "version; unset it or use 0"
-        )
     for name in ("data_parallel_size", "context_parallel_size", "expert_parallel_size", "engram_parallel_size"):
         if getattr(config, name) > 1:
             raise UnsupportedError(f"{name}={getattr(config, name)}: this version runs on one rank; use {name}=1")

@@ -115,7 +115,9 @@ class Settings:
     prefill_max_sum_seqlen_k: int | None = _setting(
         None, integer(1), _SCHED, "cap on the summed context length of a prefill step; unset: none", "tokens"
     )
-    zero_overhead_scheduling: bool | None = _later(None, BOOL, _SCHED, "plan a step ahead; unset: where supported")
+    zero_overhead_scheduling: bool | None = _setting(
+        None, BOOL, _SCHED, "plan and launch a step while the device works on the one before; unset: on"
+    )
     prefill_attempt_interval: int = _setting(
         70, integer(1), _SCHED, "steps between prefills while requests decode; unset: prefill at once", "steps"
     )
@@ -129,12 +131,12 @@ class Settings:
 
     # speculation
     use_nextn_decode: int = _setting(0, integer(0, 16), _SPEC, "draft tokens per request and step; 0 = off", "tokens")
-    enable_mtp_varlen: bool = _later(False, BOOL, _SPEC, "verify as many drafts as their confidence is worth")
-    dflash_confidence_head_temperature: tuple[float, ...] = _later(
+    enable_mtp_varlen: bool = _setting(False, BOOL, _SPEC, "verify as many drafts as their confidence is worth")
+    dflash_confidence_head_temperature: tuple[float, ...] = _setting(
         (1.0,), NUMBERS, _SPEC, "temperature of the confidence head, one for all drafts or one each"
     )
-    decode_perf_cache_dir: Path | None = _later(None, PATH, _SPEC, "directory of the measured cost curve")
-    decode_perf_cache_ttl_sec: float = _later(3600.0, number(0), _SPEC, "how long a stored cost curve is used", "s")
+    decode_perf_cache_dir: Path | None = _setting(None, PATH, _SPEC, "directory of the measured cost curve")
+    decode_perf_cache_ttl_sec: float = _setting(3600.0, number(0), _SPEC, "how long a stored cost curve is used", "s")
 
     # parallelism
     gloo_timeout: float = _setting(14400.0, number(0), _PAR, "default timeout of process groups", "s")

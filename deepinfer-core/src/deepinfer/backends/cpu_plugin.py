@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from deepinfer.hooks.devices.host_memory import share_one_arena
+
 
 class CpuPlugin:
     """Implements no factory: every op of the cpu backend is core's reference or decomposition.
@@ -9,3 +11,6 @@ class CpuPlugin:
     `DEEPINFER_BATCH_INVARIANT=1` therefore runs those bodies with `Numerics.order_free`, which makes a row's result
     independent of the rows beside it.
     """
+
+    def __init__(self) -> None:
+        share_one_arena()  # before the engine starts the thread that steps run on

@@ -22,6 +22,7 @@ from deepinfer.errors import ConfigError, DeepInferError
 COMMANDS = {
     "generate": "complete prompts and print the texts",
     "chat": "talk to the model, interactively or with one message",
+    "bench": "how fast a model runs here, and what its steps cost",
     "doctor": "what is installed, what works, what would fit in memory",
     "ops": "which implementation serves every operation, and why",
     "env": "every setting: type, default, value and where it comes from",

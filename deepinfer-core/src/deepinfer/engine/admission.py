@@ -39,6 +39,7 @@ class Ask:
     params            SamplingParams, a mapping of its fields, or None for the defaults
     multi_modal_data  must hold no image
     score_only        compute prompt_logprobs and generate nothing
+    priority          whole number; requests with a lower one are admitted first and preempted last
     error             the caller knows already that it is wrong
     """
 
@@ -47,6 +48,7 @@ class Ask:
     params: SamplingParams | Mapping[str, Any] | None = None
     multi_modal_data: Any = None
     score_only: bool = False
+    priority: int = 0
     error: RequestError | None = None
 
 
@@ -82,6 +84,8 @@ class Admission:
         """
         if ask.error is not None:
             raise ask.error
+        if isinstance(ask.priority, bool) or not isinstance(ask.priority, int):
+            raise RequestError(f"priority={ask.priority!r} is {type(ask.priority).__name__}, expected int")
         params = checked_params(ask.params)
         if ask.score_only:
             params = replace(params, prompt_logprobs=True)
@@ -98,6 +102,7 @@ class Admission:
             seed=params.seed_for(self._seed, number),
             score_only=ask.score_only,
             arrival_time=self._clock(),
+            priority=ask.priority,
         )
         return self._sequence(request)
 

@@ -6,10 +6,10 @@
 
     plan -> launch -> commit
 
-`step()` keeps at most `DEPTH` steps launched and commits the oldest. Depth is 1: a step is planned after the one before
-it has been committed. What a deeper pipeline needs is kept apart already: planning counts scheduled tokens, committing
-completed ones; memory of a sequence that ends while a step uses it is released when that step completes, and rows of
-ended sequences are dropped.
+`step()` keeps `depth` steps launched and commits the oldest. With zero-overhead scheduling (the default) the depth is
+2: the next step is planned and launched while the device still works on the one before, whose tokens reach it on the
+device. Without, a step is planned after the one before it has been committed. The results are the same. A sequence that
+turns out to have ended may have rows in one more step: they are dropped, and its memory is released after that step.
 
 Every request ends with exactly one `RequestOutput`, however it ends. Not thread-safe; the driver is.
 """
@@ -30,20 +30,22 @@ from deepinfer.engine.admission import Admission, Ask
 from deepinfer.engine.batch import StepPlan, build_batch
 from deepinfer.engine.collector import CollectorPause
 from deepinfer.engine.output import RequestOutput
-from deepinfer.engine.policy import AlternationPolicy
+from deepinfer.engine.policy import AlternationPolicy, RequestOrder, StepPolicy
 from deepinfer.engine.report import finished_output, refused_output
 from deepinfer.engine.request import EngineTokenizer, ModelInfo
 from deepinfer.engine.scheduler import Scheduler
 from deepinfer.engine.sequence import Sequence
+from deepinfer.engine.speculation import DraftBooks
 from deepinfer.engine.stats import EngineStats
 from deepinfer.engine.step import commit_rows
 from deepinfer.errors import ConfigError, EngineError, RequestError
-from deepinfer.runner.inputs import CacheCapacity, Executor, StepHandle
+from deepinfer.runner.inputs import CacheCapacity, Executor, StepBatch, StepHandle
+from deepinfer.speculate.schedule import ConfidenceSchedule, FixedSchedule, VerificationSchedule
 
 logger = logging.getLogger("deepinfer.engine")
 
-DEPTH = 1
-"""steps launched and not committed"""
+OVERLAPPED_DEPTH = 2
+"""steps launched and not committed, with zero-overhead scheduling"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +53,11 @@ class LaunchedStep:
     """A step on its way, from launch to commit."""
 
     plan: StepPlan
+    batch: StepBatch
     handle: StepHandle
     launch_time: float
+    follows: bool
+    """the engine had work all the time since the step before, so that a pause of the device is the host's fault"""
 
 
 class Engine:
@@ -61,6 +66,7 @@ class Engine:
     config     resolved (`EngineConfig.resolve`)
     tokenizer  None: requests must bring token ids, and results have no text
     policy     prefill/decode alternation; None = the default
+    order      which waiting request goes first; None = by priority, then by arrival
     clock      seconds, monotonic
     """
 
@@ -71,7 +77,8 @@ class Engine:
         tokenizer: EngineTokenizer | None,
         model: ModelInfo,
         *,
-        policy: AlternationPolicy | None = None,
+        policy: StepPolicy | None = None,
+        order: RequestOrder | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         assert config.max_model_len is not None, "resolve() the config first"
@@ -79,14 +86,21 @@ class Engine:
         _check_capacity(capacity)
         self.config, self.model, self.tokenizer = config, model, tokenizer
         self.stats = EngineStats()
-        self.scheduler = Scheduler(config, capacity, default_policy(config) if policy is None else policy)
+        schedule = make_schedule(config, executor)
+        policy = default_policy(config) if policy is None else policy
+        self.scheduler = Scheduler(config, capacity, policy, schedule, chooses_late(config, executor), order, clock)
+        drafts = config.num_draft_tokens
+        self._drafts = DraftBooks(self.scheduler.table, self.scheduler.schedule, drafts) if drafts else None
+        self.stats.speculation = None if self._drafts is None else self._drafts.stats
         self._admission = Admission(config, capacity, tokenizer, model, clock)
         self._executor = executor
         self._clock = clock
         self._eos_ids = np.array(model.eos_ids, dtype=np.int64)
         self._collector = CollectorPause(config.settings.gc_interval_step)
         self._live: dict[str, Sequence] = {}
+        self._depth = OVERLAPPED_DEPTH if config.overlap else 1
         self._in_flight: deque[LaunchedStep] = deque()
+        self._busy = False
         self._outputs: list[RequestOutput] = []
         self._num_requests = 0
         self._num_launched = 0
@@ -127,14 +141,15 @@ class Engine:
             seq = self._live[request_id]
             seq.finish("abort")
             self._end(seq)
-        if not self.has_unfinished:
-            self._collector.release()  # no further step may follow
+        if not self._live:  # no further step may follow
+            self._drain()
+            self._collector.release()
         return aborted
 
     @property
     def has_unfinished(self) -> bool:
-        """True while a request has no result yet or a launched step is not committed."""
-        return bool(self._live or self._in_flight)
+        """True while a request has no result yet. No step is in flight without one."""
+        return bool(self._live)
 
     @property
     def num_unfinished(self) -> int:
@@ -159,18 +174,21 @@ class Engine:
         """
         if self._closed:
             raise EngineError("the engine is closed")
-        began, device = self._clock(), self.stats.device_seconds
+        began, blocked = self._clock(), self.stats.blocked_seconds
         try:
-            while len(self._in_flight) < DEPTH and (plan := self._plan()) is not None:
+            while len(self._in_flight) < self._depth and (plan := self._plan()) is not None:
                 self._in_flight.append(self._launch(plan))
             if self._in_flight:
                 self._commit(self._in_flight.popleft())
             else:
                 assert not self._live, "requests are waiting, but nothing can be planned"
+            if not self._live:
+                self._drain()
         except BaseException as error:
             self._fail(error)
-        self.stats.host_seconds += self._clock() - began - (self.stats.device_seconds - device)
-        self._collector.tick(busy=self.has_unfinished)
+        self.stats.host_seconds += self._clock() - began - (self.stats.blocked_seconds - blocked)
+        self._busy = self.has_unfinished
+        self._collector.tick(self._busy)
         self._log()
         return self.take_outputs()
 
@@ -193,16 +211,29 @@ class Engine:
                 seq.first_scheduled_time = now if seq.first_scheduled_time is None else seq.first_scheduled_time
         if plan.fresh_slots:
             self._executor.zero_slots(plan.fresh_slots)
+        if plan.restores:
+            self._executor.copy_slots(plan.restores)
         batch = build_batch(plan, self.scheduler.table, self._num_launched)
         launch_time = self._clock()
-        return LaunchedStep(plan, self._executor.launch(batch), launch_time)
+        handle = self._executor.launch(batch)
+        if plan.captures:
+            self._executor.copy_slots([(capture.seq.slot, capture.slot) for capture in plan.captures])
+        self.stats.blocked_seconds += self._clock() - launch_time
+        follows, self._busy = self._busy, True
+        return LaunchedStep(plan, batch, handle, launch_time, follows)
 
     def _commit(self, step: LaunchedStep) -> None:
+        asked = self._clock()
         result = step.handle.result()
         now = self._clock()
-        ended = commit_rows(step.plan, result, self.scheduler.table, self._eos_ids, now)
-        self.scheduler.complete(step.plan)
-        self.stats.add_step(step.plan.kind, step.plan.num_rows, int(step.plan.sampled.sum()), now - step.launch_time)
+        self.stats.blocked_seconds += now - asked
+        plan = step.plan
+        before = [] if self._drafts is None else self._drafts.lengths(plan)
+        ended = commit_rows(plan, result, self.scheduler.table, self._eos_ids, now)
+        if self._drafts is not None:
+            self._drafts.commit(plan, result, before)
+        self.scheduler.complete(plan, plan.q_lens if result.accepted is None else result.accepted + 1)
+        self.stats.add_step(plan, result, now - step.launch_time, step.follows)
         for seq in ended:
             self._end(seq)
 
@@ -224,9 +255,8 @@ class Engine:
 
     def _fail(self, error: BaseException) -> None:
         """Leave no request without a result and no memory in use, then raise."""
-        while self._in_flight:
-            _settle(self._in_flight.popleft().handle)
-        self.scheduler.forget_steps()
+        self._drain()
+        self.scheduler.forget_contents()
         where = f"step {self._num_launched}"
         cause = RequestError(f"the engine failed in {where}: {type(error).__name__}: {error}")
         cause.__cause__ = error
@@ -238,6 +268,16 @@ class Engine:
         if not isinstance(error, Exception):
             raise error
         raise EngineError(f"{where} failed: {type(error).__name__}: {error}") from error
+
+    def _drain(self) -> None:
+        """Wait for the steps in flight, whose rows belong to nobody any more, and release what they used."""
+        while self._in_flight:
+            step = self._in_flight.popleft()
+            if step.batch.masks is not None:
+                step.batch.masks.cancel()
+            if not _settle(step.handle):
+                self.scheduler.forget_contents()
+        self.scheduler.forget_steps()
 
     def _log(self) -> None:
         every = self.config.settings.logging_interval_step
@@ -254,6 +294,19 @@ def default_policy(config: EngineConfig) -> AlternationPolicy:
     return AlternationPolicy(attempt_interval=settings.prefill_attempt_interval if chosen else 1)
 
 
+def make_schedule(config: EngineConfig, executor: Executor) -> VerificationSchedule:
+    """How many drafts are verified: all, or with DEEPINFER_ENABLE_MTP_VARLEN as many as they are worth by the costs
+    that the executor has measured."""
+    if not config.settings.enable_mtp_varlen or not config.num_draft_tokens:
+        return FixedSchedule()
+    return ConfidenceSchedule(config.num_draft_tokens, executor.costs(), config.verification == "rejection")
+
+
+def chooses_late(config: EngineConfig, executor: Executor) -> bool:
+    """Whether the schedule is asked when a step begins, with the confidences of its own drafts."""
+    return config.num_draft_tokens > 0 and executor.chooses
+
+
 def _check_capacity(capacity: CacheCapacity) -> None:
     if capacity.num_blocks < 2 or capacity.num_slots < 2:
         raise ConfigError(
@@ -262,9 +315,11 @@ def _check_capacity(capacity: CacheCapacity) -> None:
         )
 
 
-def _settle(handle: StepHandle) -> None:
-    """Wait for a step whose result nobody wants any more; its own failure adds nothing to the one being handled."""
+def _settle(handle: StepHandle) -> bool:
+    """Wait for a step whose result nobody wants any more; False if it failed, which nobody has to be told."""
     try:
         handle.result()
     except Exception:
         logger.debug("a step in flight failed as well", exc_info=True)
+        return False
+    return True

@@ -48,8 +48,9 @@ class RequestMetrics:
     first_scheduled_time its first step was launched; None if it never ran
     first_token_time     its first token was committed; None if there is none
     finish_time          it ended
+    num_cached_tokens    tokens of the prompt that the prefix cache had when it was first scheduled
     num_preemptions      times its cache was given to others and recomputed later
-    num_draft_tokens, num_accepted_tokens   speculation: tokens proposed and accepted
+    num_draft_tokens, num_accepted_tokens   speculation: drafts verified, and those that became output
     """
 
     arrival_time: float
@@ -57,6 +58,7 @@ class RequestMetrics:
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     num_preemptions: int = 0
+    num_cached_tokens: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
 

@@ -1,12 +1,13 @@
-"""`AlternationPolicy`: whether the next step should be a prefill or a decode.
+"""Policies: whether the next step should be a prefill or a decode, and which waiting request goes first.
 
-The scheduler asks before every step and reports what was planned. A policy sees counts, never sequences; another one
-can be handed to the engine.
+The scheduler asks `StepPolicy` before every step and reports what was planned, and `RequestOrder` whenever it could
+admit a request. Policies see numbers, never sequences; others can be handed to the engine.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,18 @@ class QueueView:
     prefilling: bool
     running: int
     kv_usage: float
+
+
+class StepPolicy(Protocol):
+    """Decides between prefill and decode."""
+
+    def prefer_prefill(self, view: QueueView) -> bool:
+        """True if the next step should be a prefill, if one can be formed; else a decode, if one can."""
+        ...
+
+    def planned(self, kind: str) -> None:
+        """The step that was planned, "prefill" or "decode"."""
+        ...
 
 
 @dataclass(slots=True)
@@ -57,3 +70,42 @@ class AlternationPolicy:
             self.prefill_streak, self.decode_streak = self.prefill_streak + 1, 0
         else:
             self.prefill_streak, self.decode_streak = 0, self.decode_streak + 1
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingView:
+    """What an order may look at.
+
+    priority  as given with the request, lower = sooner
+    waited    seconds since it arrived
+    arrival   seconds of the monotonic clock
+    """
+
+    priority: int
+    waited: float
+    arrival: float
+
+
+class RequestOrder(Protocol):
+    """Decides which of several waiting requests is admitted next. Asked for the first one of each priority: within a
+    priority it is always first come, first served."""
+
+    def rank(self, view: WaitingView) -> Any:
+        """Something comparable; the smallest goes first."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PriorityOrder:
+    """Lower priorities first, then by arrival.
+
+    ageing  seconds of waiting that are worth one step of priority, so that nobody starves behind a stream of more
+            urgent requests; None = no ageing
+    """
+
+    ageing: float | None = None
+
+    def rank(self, view: WaitingView) -> tuple[float, float]:
+        """See `RequestOrder`."""
+        gained = 0 if self.ageing is None else view.waited / self.ageing
+        return view.priority - gained, view.arrival

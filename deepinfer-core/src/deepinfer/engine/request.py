@@ -85,6 +85,7 @@ class Request:
     seed              of its random stream
     score_only        score the prompt (`params.prompt_logprobs` is set) and generate nothing
     arrival_time      seconds of the monotonic clock
+    priority          lower = sooner
     """
 
     request_id: str
@@ -94,6 +95,7 @@ class Request:
     seed: int
     score_only: bool
     arrival_time: float
+    priority: int = 0
 
 
 def checked_params(params: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from deepinfer.engine.output import FinishReason, TopLogprobs
+from deepinfer.engine.prefix import Hash, Snapshot
 from deepinfer.engine.request import Request
 from deepinfer.engine.text import StopStrings
 from deepinfer.errors import RequestError
@@ -42,6 +43,10 @@ class Sequence:
     slot, blocks     memory it owns; slot 0 = none
     source           int64 [target]: the tokens its prefill runs over, prompt plus tokens to recompute; None when done
     finish_reason, stop_reason, error   how it ended
+    hashes, snapshot_ends, passing   see `prefix_use`: hashes of its complete blocks, positions whose state its prefill
+                     keeps for others, the latest state of its output that it has kept
+    resumed, restored_from   tokens its prefill has found computed already, and the slot with the state behind them
+    num_cached_tokens   the same of its first prefill; None before
     """
 
     request: Request
@@ -62,6 +67,14 @@ class Sequence:
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     num_preemptions: int = 0
+    hashes: list[Hash] = field(default_factory=list)
+    snapshot_ends: list[int] = field(default_factory=list)
+    passing: Snapshot | None = None
+    resumed: int = 0
+    restored_from: int = 0
+    num_cached_tokens: int | None = None
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
     @property
     def request_id(self) -> str:

@@ -20,27 +20,45 @@ from deepinfer.sample.rows import SampledRows
 def commit_rows(
     plan: StepPlan, result: StepResult, table: SlotTable, eos_ids: np.ndarray, now: float
 ) -> list[Sequence]:
-    """Apply a step's result; returns the sequences it ended, in the plan's order.
+    """Apply a step's result; returns the sequences it ended, in the order in which they ended.
 
-    A sequence that ended while the step was in flight (abort) is skipped: its row is dropped.
+    A sequence that ended before (aborted, or by its previous step) is skipped: its rows are dropped. So are the rows
+    behind the token that ends a sequence, accepted or not.
     """
     ended = _record_scores(plan, result)
     if plan.kind == "prefill":
         ended += _scored(plan)
     if not plan.sampled.any():
         return ended
-    sequences = _sampled_sequences(plan)
-    slots = plan.slots[plan.sampled]
-    tokens = np.asarray(result.rows.token_ids)
-    table.push(slots, tokens)
-    suspects = _suspects(plan, result.rows, table, slots, tokens, eos_ids)
-    _append(sequences, result.rows, tokens)
-    _append_extras(sequences, result.rows, table.num_top[slots])
+    sequences, slots = plan.sampled_sequences(), plan.slots[plan.sampled]
+    if result.accepted is None:
+        ended += _commit_tokens(sequences, slots, result.rows, table, eos_ids)
+    else:
+        counts = plan.q_lens if result.counts is None else result.counts
+        starts = np.cumsum(counts) - counts
+        for offset in range(int(result.accepted.max()) + 1):  # one accepted token after the other
+            emitting = np.flatnonzero(result.accepted >= offset)
+            rows = result.rows.take(starts[emitting] + offset)
+            live = [sequences[index] for index in emitting.tolist()]
+            ended += _commit_tokens(live, slots[emitting], rows, table, eos_ids)
     if plan.kind == "prefill":
         _stamp_first_tokens(sequences, now)
+    return ended
+
+
+def _commit_tokens(
+    sequences: list[Sequence], slots: np.ndarray, rows: SampledRows, table: SlotTable, eos_ids: np.ndarray
+) -> list[Sequence]:
+    """One more token for each of these sequences that has not ended; returns those that end with it."""
+    ended = []
+    tokens = np.asarray(rows.token_ids)
+    suspects = _suspects(rows, table, slots, tokens, eos_ids)
+    table.length[slots] += 1
+    _append(sequences, rows, tokens)
+    _append_extras(sequences, rows, table.num_top[slots])
     for row in np.flatnonzero(suspects).tolist():
         seq = sequences[row]
-        if not seq.finished and _ends(seq, int(suspects[row]), int(tokens[row]), result.rows.error[row]):
+        if not seq.finished and _ends(seq, int(suspects[row]), int(tokens[row]), rows.error[row]):
             ended.append(seq)
     return ended
 
@@ -62,15 +80,10 @@ _ERROR, _EOS, _WATCHED, _LENGTH = 1, 2, 4, 8
 
 
 def _suspects(
-    plan: StepPlan,
-    rows: SampledRows,
-    table: SlotTable,
-    slots: np.ndarray,
-    tokens: np.ndarray,
-    eos_ids: np.ndarray,
+    rows: SampledRows, table: SlotTable, slots: np.ndarray, tokens: np.ndarray, eos_ids: np.ndarray
 ) -> np.ndarray:
     """int64 [R]: why each sampled row has to be looked at, 0 = it simply goes on."""
-    position = (plan.q_starts + plan.q_lens)[plan.sampled]  # of the new token
+    position = table.length[slots]  # of the new token
     is_eos = np.isin(tokens, eos_ids) & ~table.ignore_eos[slots] & (position >= table.eos_from[slots])
     suspects = is_eos * _EOS + table.watched[slots] * _WATCHED + (position + 1 >= table.max_len[slots]) * _LENGTH
     for row, error in enumerate(rows.error):
@@ -92,12 +105,6 @@ def _ends(seq: Sequence, suspect: int, token: int, error: str | None) -> bool:
     elif suspect & _LENGTH:
         seq.finish("length")
     return seq.finished
-
-
-def _sampled_sequences(plan: StepPlan) -> list[Sequence]:
-    if plan.sampled.all():
-        return plan.sequences
-    return [seq for seq, sampled in zip(plan.sequences, plan.sampled.tolist(), strict=True) if sampled]
 
 
 def _scored(plan: StepPlan) -> list[Sequence]:

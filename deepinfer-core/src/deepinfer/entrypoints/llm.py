@@ -15,6 +15,7 @@ from deepinfer.engine.admission import Ask
 from deepinfer.engine.engine import Engine
 from deepinfer.engine.output import RequestOutput, ScoreOutput
 from deepinfer.engine.request import EngineTokenizer, TokenIds
+from deepinfer.engine.stats import EngineStats
 from deepinfer.entrypoints.driver import Driver
 from deepinfer.entrypoints.progress import Progress
 from deepinfer.entrypoints.prompts import Message, Params, asks_of, conversations_of, params_of, refused
@@ -79,6 +80,11 @@ class LLM:
         self._renderer = renderer
         self._driver = Driver(engine)
 
+    @property
+    def stats(self) -> EngineStats:
+        """Totals of the engine: steps, tokens, times, drafts."""
+        return self._driver.stats
+
     # --- generating --------------------------------------------------------------------------------------------------
 
     def generate(
@@ -88,6 +94,7 @@ class LLM:
         prompt_token_ids: Sequence[TokenIds | None] | None = None,
         use_tqdm: bool = True,
         multi_modal_data: Any = None,
+        priority: int | Sequence[int] = 0,
     ) -> list[RequestOutput] | list[str]:
         """Complete prompts. Returns one result a prompt, in order; a failed one carries `error`.
 
@@ -95,10 +102,11 @@ class LLM:
         sampling_params   one object for all, or one a prompt; mappings of its fields are accepted too
         prompt_token_ids  one list of ids a prompt, used as they are; where given, the text is only kept in the result
         multi_modal_data  one entry a prompt; images are not available in this version (error result)
+        priority          one number for all, or one a prompt; requests with a lower one go first
         Raises TypeError or ValueError for a wrong call before anything is queued; EngineError if a step fails (its
         `outputs` then holds one result a prompt).
         """
-        asks = asks_of(prompts, sampling_params, prompt_token_ids, multi_modal_data)
+        asks = asks_of(prompts, sampling_params, prompt_token_ids, multi_modal_data, priority=priority)
         return self._shaped(self._run(asks, use_tqdm))
 
     def chat(

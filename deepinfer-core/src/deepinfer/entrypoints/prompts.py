@@ -26,6 +26,7 @@ def asks_of(
     token_ids: Sequence[TokenIds | None] | None,
     multi_modal_data: Any = None,
     score_only: bool = False,
+    priority: int | Sequence[int] = 0,
 ) -> list[Ask]:
     """One Ask a prompt. TypeError for a wrong kind of argument, ValueError for lengths that differ."""
     if isinstance(prompts, str):
@@ -39,10 +40,12 @@ def asks_of(
     ids = _matching("prompt_token_ids", ids, count)
     images = _matching("multi_modal_data", _as_list("multi_modal_data", multi_modal_data), count)
     each = params_of(params, count)
+    turns = [priority] * count if isinstance(priority, int) else _as_list("priority", priority)
+    turns = _matching("priority", turns, count)
     texts = [None] * count if texts is None else texts
     return [
-        Ask(prompt=text, token_ids=own_ids, params=own, multi_modal_data=image, score_only=score_only)
-        for text, own_ids, own, image in zip(texts, ids, each, images, strict=True)
+        Ask(text, own_ids, own, image, score_only=score_only, priority=turn)
+        for text, own_ids, own, image, turn in zip(texts, ids, each, images, turns, strict=True)
     ]
 
 

@@ -164,6 +164,9 @@ class SequenceSpan:
 class EntryRows:
     """Compressed entries that the rows of a step complete, for one ratio r. All int64 [M].
 
+    Steps built by `step_inputs.build_ahead` list every row; what a row writes that completes no entry goes to the null
+    block, where several rows may meet and nobody reads.
+
     rows      row of the step whose token completes the entry (position % r == r - 1)
     index     entry number j within its sequence (tokens j*r .. j*r + r-1)
     physical  row of the paged cache: block * (block_size // r) + offset
@@ -176,7 +179,8 @@ class EntryRows:
 
 @dataclass(frozen=True, slots=True)
 class RingRows:
-    """Rows of a step that a ring of `length` slots keeps: the last `length` of each sequence. All int64 [S].
+    """Rows of a step that rings of `length` slots keep: the last `length` of each sequence, and of prefill steps also
+    those before positions whose state goes to a further slot (a row may then occur twice). All int64 [S].
 
     rows      row of the step        physical  slot * length + position % length; no value occurs twice
     """

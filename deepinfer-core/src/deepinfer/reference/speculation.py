@@ -74,9 +74,19 @@ def verify(
         token_ids, probability = _reject(logprobs, draft_ids, row_seeds, row_positions, draft_logprobs)
     token_ids = torch.where(golden >= 0, golden, token_ids)
     agrees = (token_ids == draft_ids) & (draft_ids >= 0) & (offset < row_counts[sequence] - 1)
+    return Verification(token_ids, accepted_prefix(agrees, sequence, row_starts), probability)
+
+
+def accepted_prefix(agrees: torch.Tensor, sequence: torch.Tensor, row_starts: torch.Tensor) -> torch.Tensor:
+    """Drafts of each sequence before the first refused one, [n] int64.
+
+    agrees [R] bool: the row's draft is accepted if those before it are, False in each sequence's last row;
+    sequence [R] int64 of each row, ascending; row_starts [n] int64
+    """
+    rows = len(agrees)
+    offset = torch.arange(rows, device=agrees.device) - row_starts[sequence]
     first_refused = torch.where(agrees, rows, offset)
-    accepted = torch.full_like(row_starts, rows).scatter_reduce_(0, sequence, first_refused, "amin")
-    return Verification(token_ids, accepted, probability)
+    return torch.full_like(row_starts, rows).scatter_reduce_(0, sequence, first_refused, "amin")
 
 
 def _reject(

@@ -1,6 +1,7 @@
 """Integer arithmetic of a step: which position, sequence, cache row and ring row every row of a batch has.
 
-Plain numpy on the host, because a step is planned there; `hooks.ops.step_inputs` moves the results to the device.
+Plain numpy on the host, because a step is planned there; `hooks.ops.step_inputs` moves the results to the device. Where
+only the device knows the positions, torch does the same there.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
+import torch
 
 
 def row_layout(q_starts: np.ndarray, q_lens: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -27,6 +29,21 @@ def entry_rows(
     per_block = block_size // ratio
     blocks = block_table[sequence[rows], index // per_block].astype(np.int64)
     return rows, index, blocks * per_block + index % per_block
+
+
+def every_entry(
+    positions: torch.Tensor, blocks: torch.Tensor, ratio: int, block_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """For every row the entry its token belongs to: (entry index, physical cache row), each int64 [Q].
+
+    positions [Q], blocks [Q, B] block table of each row's sequence. Rows that do not complete their entry get a row of
+    the null block, as do positions for which a sequence has no block.
+    """
+    index = positions // ratio
+    per_block = block_size // ratio
+    block = blocks.gather(1, (index // per_block).unsqueeze(1).clamp(max=blocks.shape[1] - 1))[:, 0]
+    completes = positions % ratio == ratio - 1
+    return index, torch.where(completes, block * per_block, 0) + index % per_block
 
 
 def ring_rows(

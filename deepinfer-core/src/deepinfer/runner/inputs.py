@@ -10,15 +10,16 @@ out: they are the targets of padding.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from deepinfer.sample.rows import SampledRows, SamplingBatch
+    from deepinfer.speculate.costs import CostModel
 
 StepKind = Literal["prefill", "decode"]
 
@@ -33,11 +34,14 @@ class CacheCapacity:
     num_blocks   block ids 0 .. num_blocks - 1
     num_slots    slot ids 0 .. num_slots - 1
     block_size   tokens of a block
+    num_snapshots   slots behind those that hold copies for the prefix cache: ids num_slots .. num_slots +
+                 num_snapshots - 1
     """
 
     num_blocks: int
     num_slots: int
     block_size: int = 128
+    num_snapshots: int = 0
 
 
 class MaskSource(Protocol):
@@ -45,8 +49,29 @@ class MaskSource(Protocol):
 
     def result(self) -> np.ndarray | None:
         """int32 [R, ceil(V/32)] as `SamplingBatch.allowed_mask`, None = no restriction. May block until the engine has
-        committed the step before; must not block for ever if that step fails."""
+        committed the step before."""
         ...
+
+    def cancel(self) -> None:
+        """The step before will never be committed: let `result` return."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SomeMasks:
+    """The masks of some rows, int64 [m] indices, of a source for more."""
+
+    source: MaskSource
+    rows: np.ndarray
+
+    def result(self) -> np.ndarray | None:
+        """See `MaskSource`."""
+        masks = self.source.result()
+        return None if masks is None else masks[self.rows]
+
+    def cancel(self) -> None:
+        """See `MaskSource`."""
+        self.source.cancel()
 
 
 @dataclass(slots=True)
@@ -72,6 +97,12 @@ class StepBatch:
     prompt_targets   [Q]     int64  prompt token that follows each row; -1 = none (last prompt row, generated rows)
     optimistic       `q_starts` are upper bounds that hold if every draft in flight is accepted; the device has the
                      true ones
+    draft            propose tokens for the next step of the sampled sequences
+    choose           None, or asked once by the runner as it begins the step, with the confidences [n, N] of the drafts
+                     at hand: int64 [n] drafts that are worth verifying, of the `q_lens - 1` that were planned
+    snapshots        (sequence, end, slot): the state as it is behind `end` tokens, which the step reaches or passes,
+                     goes to this slot as well (prefill)
+    prefixes         {sequence: tokens before its first row} of those that go on from a snapshot (prefill)
     masks            None, or asked once by the runner after the forward and before sampling; its result takes the
                      place of `sampling.allowed_mask`
     """
@@ -90,7 +121,25 @@ class StepBatch:
     prompt_logprobs: np.ndarray
     prompt_targets: np.ndarray
     optimistic: bool = False
+    draft: bool = False
+    choose: Callable[[np.ndarray], np.ndarray] | None = None
     masks: MaskSource | None = None
+    snapshots: Sequence[tuple[int, int, int]] = ()
+    prefixes: dict[int, np.ndarray] = field(default_factory=dict)
+
+    def narrowed(self, counts: np.ndarray) -> StepBatch:
+        """The decode batch with `counts` [n] rows a sequence, at most those planned: the last drafts are left out."""
+        starts = np.cumsum(self.q_lens) - self.q_lens
+        places = np.arange(self.num_rows) - np.repeat(starts, self.q_lens)
+        rows = np.flatnonzero(places < np.repeat(counts, self.q_lens))
+        return replace(
+            self,
+            q_lens=counts,
+            token_ids=self.token_ids[rows],
+            prompt_targets=self.prompt_targets[rows],
+            sampling=self.sampling.narrowed(rows, counts),
+            masks=None if self.masks is None else SomeMasks(self.masks, rows),
+        )
 
     @property
     def num_sequences(self) -> int:
@@ -172,6 +221,20 @@ class Executor(Protocol):
 
     def zero_slots(self, slots: Sequence[int]) -> None:
         """Reset the state of these slots after the steps launched so far and before the next one."""
+        ...
+
+    def copy_slots(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy state slots (from, to), after the steps launched and the copies and resets asked for so far and before
+        the next step. Only asked for if there are snapshots."""
+        ...
+
+    @property
+    def chooses(self) -> bool:
+        """Confidences are host data when a step begins, so that `StepBatch.choose` costs no wait."""
+        ...
+
+    def costs(self) -> CostModel:
+        """What steps cost on this device, measured when first asked for; only with drafts."""
         ...
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ The sampler makes them; the runner may hand their token ids to the next step bef
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,6 +34,8 @@ class PendingRows:
     """Rows whose sampling has been issued on the device; `result` waits for it.
 
     token_ids  [R] int64 on the device, forced tokens already in place: the feedback of the next step
+    accepted   [n] int64 drafts accepted in each sequence; None where every row is a sequence of its own
+    positions  [R] int64 absolute index of each row's token, None = those of `batch`
     """
 
     token_ids: torch.Tensor
@@ -42,6 +45,20 @@ class PendingRows:
     sum_smaller: torch.Tensor | None
     batch: SamplingBatch
     vocab_size: int
+    accepted: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+
+    def fetched(self, fetch: Callable[[torch.Tensor], torch.Tensor]) -> PendingRows:
+        """The same rows with every tensor replaced by `fetch` of it, e.g. a copy on its way to the host."""
+
+        def each(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return None if tensor is None else fetch(tensor)
+
+        top = None if self.top is None else (fetch(self.top[0]), fetch(self.top[1]))
+        return PendingRows(
+            fetch(self.token_ids), fetch(self.logprobs), fetch(self.status), top, each(self.sum_smaller),
+            self.batch, self.vocab_size, each(self.accepted), each(self.positions),
+        )  # fmt: skip
 
     def result(self) -> SampledRows:
         """Copy to the host and put errors into words."""
@@ -63,6 +80,7 @@ class PendingRows:
         for row in np.flatnonzero(self.batch.golden >= self.vocab_size):
             token, last = self.batch.golden[row], self.vocab_size - 1
             error[row] = f"golden_token_ids: {token} is outside the vocabulary, ids are 0 .. {last}"
+        positions = self.batch.position if self.positions is None else self.positions.cpu().numpy()
         for row in np.flatnonzero(status != STATUS_OK):
-            error[row] = f"{_STATUS_TEXT[int(status[row])]}; no token for position {self.batch.position[row]}"
+            error[row] = f"{_STATUS_TEXT[int(status[row])]}; no token for position {positions[row]}"
         return error

@@ -7,7 +7,7 @@ described before a backend has set up the process torch will run in.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -21,7 +21,7 @@ class AheadRules:
     Rows come sequence after sequence, `counts` of them; row j of a sequence produces the j-th token behind the first.
 
     counts       int64 [n]     rows of each sequence, at least one
-    eos_from     int64 [n]     first position that may hold an end token
+    eos_from     int64 [n]     first position that may hold an end token, 0 = they all may
     golden       int32 [n, w]  forced tokens of the positions from `golden_from` on, -1 = free; None if nobody has any
     golden_from  int64 [n]
     forbidden    int64 [m, 3]  (sequence, token id, position from which it is possible), or None
@@ -70,6 +70,17 @@ class SamplingBatch:
         """R."""
         return len(self.temperature)
 
+    def narrowed(self, rows: np.ndarray, counts: np.ndarray) -> SamplingBatch:
+        """Rows int64 [m] of a batch with `ahead` rules, `counts` of them a sequence."""
+        assert self.ahead is not None
+        special = {
+            "forbidden": None,
+            "allowed_mask": None if self.allowed_mask is None else self.allowed_mask[rows],
+            "ahead": replace(self.ahead, counts=counts),
+        }
+        names = (entry.name for entry in fields(self) if entry.name not in special)
+        return SamplingBatch(**{name: getattr(self, name)[rows] for name in names}, **special)
+
     @classmethod
     def of(
         cls,
@@ -116,3 +127,11 @@ class SampledRows:
     top_logprobs: np.ndarray | None
     sum_smaller: np.ndarray | None
     error: list[str | None]
+
+    def take(self, rows: np.ndarray) -> SampledRows:
+        """Some of the rows, int64 [m] indices."""
+        parts = (
+            None if values is None else values[rows] for values in (self.top_ids, self.top_logprobs, self.sum_smaller)
+        )
+        error = [self.error[row] for row in rows.tolist()]
+        return SampledRows(self.token_ids[rows], self.logprobs[rows], *parts, error)

@@ -201,7 +201,8 @@ class SamplingOps(OpGroup):
         temperature, top_p, top_k, seeds   [n] as for `process` and `draw`
         positions               [n] int64           absolute index of the token draft 0 proposes
         coupled                 True: draft i uses the randomness the target will use at its position (needed for
-                                acceptance under the coupled rule). False: independent, purpose 3 (rejection rule).
+                                acceptance under the coupled rule). False: independent (rejection rule), purpose 3 and
+                                draft index i, so that a position's draft of the next step is independent of this one's
 
             prev = golden; for i in 0 .. B-1:
                 e      = markov_embed[prev]
@@ -216,7 +217,7 @@ class SamplingOps(OpGroup):
         for i in range(base_logits.shape[1]):
             logits, embedding = speculation.markov_logits(base_logits[:, i], previous, markov_embed, head)
             logprobs = self.ops.sampling.process(logits, temperature, top_p, top_k)
-            previous = self.ops.sampling.draw(logprobs, seeds, positions + i, purpose, 0)
+            previous = self.ops.sampling.draw(logprobs, seeds, positions + i, purpose, 0 if coupled else i)
             drafts.append(previous)
             distributions.append(logprobs)
             confidences.append(speculation.confidence(hidden[:, i], embedding, weight, confidence_temperature[i]))

@@ -63,6 +63,57 @@ class StepInputOps(OpGroup):
         kept = np.flatnonzero(np.arange(len(sequence)) - row_starts[sequence] >= lost[sequence])
         return StepViews(full, narrow, self._tensor(kept))
 
+    @op(version=1, level="recommended", status="experimental", grain="kernel")
+    def build_ahead(
+        self,
+        q_starts: torch.Tensor,
+        latest: np.ndarray,
+        q_lens: np.ndarray,
+        slots: torch.Tensor,
+        block_table: np.ndarray,
+        spec: CacheSpec,
+    ) -> StepInputs:
+        """A step whose positions only the device knows: drafts of the step before may or may not have been accepted.
+
+        q_starts     [n] int64 on the device: first new position of each sequence
+        latest       int64 [n] host array, no smaller than `q_starts`; bounds `max_context` of the spans
+        q_lens       int64 [n] host array: new rows, at most the length of every ring of `spec`
+        slots        [n] int64 on the device
+        block_table  int [n, B] host array, covering every position up to `latest + q_lens`; 0 where a sequence owns no
+                     block
+        raises       ValueError for more rows than a ring has, or a block table too narrow
+        returns      what `build` gives for the same positions, with `plan` unset and every size known to the host: each
+                     row has an entry of each ratio, and those of rows that complete none go to the null block
+        """
+        shortest = min((spec.ring, *spec.state.values()))
+        if int(q_lens.max()) > shortest:
+            raise ValueError(f"a sequence brings {int(q_lens.max())} rows, expected at most the {shortest} of a ring")
+        width, paged = block_table.shape[1] * spec.block_size, bool(spec.compressed or spec.index)
+        if paged and int((latest + q_lens).max()) > width:
+            raise ValueError(f"the block table covers {width} positions, expected {int((latest + q_lens).max())}")
+        row_starts, sequence, offset = (self._tensor(x) for x in reference.row_layout(np.zeros_like(q_lens), q_lens))
+        positions = q_starts[sequence] + offset
+        table, rows, owner = self._tensor(block_table), torch.arange(len(offset), device=offset.device), slots[sequence]
+        return StepInputs(
+            positions=positions,
+            sequence=sequence,
+            q_starts=q_starts.clone(),  # the caller goes on with its tensors
+            row_starts=row_starts,
+            slots=slots.clone(),
+            block_table=table,
+            window_lo=(positions - (self.traits.sliding_window - 1)).clamp(min=0),
+            entries={
+                ratio: EntryRows(rows, *reference.every_entry(positions, table[sequence], ratio, spec.block_size))
+                for ratio in sorted({*spec.compressed.values(), *spec.index.values()})
+            },
+            rings={
+                length: RingRows(rows, owner * length + positions % length)
+                for length in {spec.ring, *spec.state.values()}
+            },
+            spans=self._spans(q_lens, latest + q_lens),
+            in_ring=int(q_lens.max()) <= spec.ring - self.traits.sliding_window + 1,
+        )
+
     def _view(
         self,
         q_starts: np.ndarray,

@@ -1,4 +1,4 @@
-"""Samples of `step_inputs.build`: the integer metadata of a step, every number of which is exact."""
+"""Samples of the `step_inputs` ops: the integer metadata of a step, every number of which is exact."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 
 from deepinfer.hooks.ops.step_inputs import Truncation
 from deepinfer.testing.opinfo.context import SampleContext
@@ -49,4 +50,32 @@ def errors(ctx: SampleContext) -> Iterator[ErrorSample]:
     yield ErrorSample("slots of fewer sequences", lambda: args(2, np.s_[:-1]))
 
 
-INFOS = (OpInfo("step_inputs.build", samples, errors, properties=frozenset({REPEATABLE})),)
+def ahead(ctx: SampleContext, spans: Sequence[tuple[int, int]], refused: int) -> Args:
+    """Operands of a step whose host believes that `refused` more tokens are there than the device knows of."""
+    starts, counts, slots, table, _, spec, _ = arrays(ctx, [(before + refused, new) for before, new in spans], OFF, 0)
+    known = torch.from_numpy(starts - refused).to(ctx.device)
+    return known, starts, counts, torch.from_numpy(slots).to(ctx.device), table, spec
+
+
+def samples_ahead(ctx: SampleContext) -> Iterator[Sample]:
+    most = min(cache_spec(ctx.traits).state.values())
+    drafts = [(before, min(new, most)) for before, new in SHORT["drafts"]]
+    for label, spans in {"one token": ONE, "decode": DECODE, "drafts": drafts}.items():
+        for refused in (0, 1, 5):
+            yield Sample(f"{label}, {refused} refused", partial(ahead, ctx, spans, refused))
+
+
+def errors_ahead(ctx: SampleContext) -> Iterator[ErrorSample]:
+    def narrow() -> Args:
+        operands = list(ahead(ctx, ((150, 1), (20, 1)), 3))
+        operands[4] = operands[4][:, :1]
+        return tuple(operands)
+
+    yield ErrorSample("a block table too narrow", narrow)
+    yield ErrorSample("more rows than a ring has", lambda: ahead(ctx, ((10, ctx.traits.ring + 1),), 0))
+
+
+INFOS = (
+    OpInfo("step_inputs.build", samples, errors, properties=frozenset({REPEATABLE})),
+    OpInfo("step_inputs.build_ahead", samples_ahead, errors_ahead, properties=frozenset({REPEATABLE})),
+)
