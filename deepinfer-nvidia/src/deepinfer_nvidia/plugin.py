@@ -7,18 +7,87 @@ from pathlib import Path
 import torch
 
 from deepinfer.hooks import BackendError, OpContext, hookimpl
-from deepinfer.hooks.ops import RuntimeOps
-from deepinfer_nvidia import probe
+from deepinfer.hooks.ops import (
+    AttentionOps,
+    CacheOps,
+    EngramOps,
+    ExpertOps,
+    GemmOps,
+    ResidualOps,
+    RuntimeOps,
+    SamplingOps,
+    StepInputOps,
+    VisionOps,
+)
+from deepinfer_nvidia import groups, probe
+from deepinfer_nvidia.groups import Group
+from deepinfer_nvidia.machine import Chip, Machine
 
 
 class NvidiaPlugin:
-    """Opens the GPU; every op without a kernel of this package runs core's body on it."""
+    """Opens the GPU and creates the op groups that this machine has kernels for; core serves every other op.
+
+    machine  None: the current GPU and the libraries that can be imported, asked when the first group is created
+    """
+
+    def __init__(self, machine: Machine | None = None) -> None:
+        self._machine = machine
 
     @hookimpl
     def deepinfer_create_runtime(self, context: OpContext) -> RuntimeOps:
         """The GPU's streams, events, memory and graphs, through torch. Raises `BackendError` if there is no GPU."""
         require_device()
         return RuntimeOps(context)
+
+    @hookimpl
+    def deepinfer_create_attention(self, context: OpContext) -> AttentionOps | None:
+        """Latent attention and the indexer."""
+        return self._create(AttentionOps, context)
+
+    @hookimpl
+    def deepinfer_create_gemm(self, context: OpContext) -> GemmOps | None:
+        """Products with weights, quantizers, norms, SwiGLU."""
+        return self._create(GemmOps, context)
+
+    @hookimpl
+    def deepinfer_create_experts(self, context: OpContext) -> ExpertOps | None:
+        """Routing, dispatch, expert products, combination."""
+        return self._create(ExpertOps, context)
+
+    @hookimpl
+    def deepinfer_create_cache(self, context: OpContext) -> CacheOps | None:
+        """Caches in the rows that the attention kernels read."""
+        return self._create(CacheOps, context)
+
+    @hookimpl
+    def deepinfer_create_residual(self, context: OpContext) -> ResidualOps | None:
+        """Hyper-connection sites."""
+        return self._create(ResidualOps, context)
+
+    @hookimpl
+    def deepinfer_create_engram(self, context: OpContext) -> EngramOps | None:
+        """N-gram memory."""
+        return self._create(EngramOps, context)
+
+    @hookimpl
+    def deepinfer_create_sampling(self, context: OpContext) -> SamplingOps | None:
+        """From logits to tokens."""
+        return self._create(SamplingOps, context)
+
+    @hookimpl
+    def deepinfer_create_step_inputs(self, context: OpContext) -> StepInputOps | None:
+        """Integer metadata of a step."""
+        return self._create(StepInputOps, context)
+
+    @hookimpl
+    def deepinfer_create_vision(self, context: OpContext) -> VisionOps | None:
+        """Images."""
+        return self._create(VisionOps, context)
+
+    def _create(self, contract: type[Group], context: OpContext) -> Group | None:
+        if self._machine is None:
+            self._machine = Machine(Chip.current())
+        return groups.create(contract, context, self._machine)
 
 
 def require_device(root: Path = Path("/")) -> None:

@@ -1,0 +1,35 @@
+"""This package's own kernels, in Triton: one file an idea, each with its launch beside it. Called by `sm90.*`.
+
+Every launch takes plain tensors and returns plain tensors; none knows steps, caches or models. With
+`TRITON_INTERPRET=1` set before the first import they run on the CPU, one program after the other. Nothing here is
+imported before an op group asks `problems` and finds none.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from types import ModuleType
+
+import torch
+
+
+def problems(device: torch.device) -> list[str]:
+    """Why no kernel of this package can run on tensors of `device`; empty if they can."""
+    found = []
+    if importlib.util.find_spec("triton") is None:
+        found.append("triton: not installed; it comes with torch's CUDA builds, or: pip install 'triton>=3.6,<4'")
+    if device.type != "cuda" and not interpreted():
+        found.append(f"device={device.type}, allowed cuda (any device with TRITON_INTERPRET=1)")
+    return found
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def load(name: str) -> ModuleType:
+    """The kernel file `name`; imported when first called, because it imports Triton."""
+    return importlib.import_module(f"{__name__}.{name}")
