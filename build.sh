@@ -17,7 +17,9 @@ set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 default_torch="torch==2.13.0"
-test_only_wheel="tile-kernels==2.1.0" # independent formulas for the tests; asks for Python 3.12, runs on 3.11
+cuda_torch="torch>=2.13,<2.15"        # on nvidia, unless a fitting one with CUDA is there
+tile_kernels="tile-kernels==2.1.0"    # asks for Python 3.12, runs on 3.11; the tests take formulas from it
+nccl="2.32.3"                         # what DeepEP is built against; torch pins an older one
 
 say() { printf 'build.sh: %s\n' "$*"; }
 die() { printf 'build.sh: %s\n' "$*" >&2; exit 1; }
@@ -114,6 +116,11 @@ sys.exit((int(major), int(minor)) < (2, 9))
 PY
 }
 
+has_cuda_torch() {
+  "$python" -c 'import sys, torch; v = torch.__version__.split("."); sys.exit(
+    torch.version.cuda is None or (int(v[0]), int(v[1])) < (2, 11))' 2>/dev/null
+}
+
 pip_install() { "$python" -m pip install --disable-pip-version-check --quiet "$@"; }
 
 install_torch() {
@@ -123,7 +130,42 @@ install_torch() {
   elif [ "$backend" = cpu ] && ! has_fitting_torch; then
     say "installing $default_torch (this can take minutes)"
     pip_install "$default_torch"
+  elif [ "$backend" = nvidia ] && ! has_cuda_torch; then
+    say "installing $cuda_torch with CUDA (this can take minutes)"
+    pip_install "$cuda_torch"
   fi
+}
+
+# Kernel libraries for the GPU that is here; on a machine without one, none.
+install_nvidia_libraries() {
+  local own="$root/deepinfer-nvidia" capability
+  pip_install --no-deps --ignore-requires-python "$tile_kernels"
+  capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1) || capability=""
+  case "$capability" in
+    10.*)
+      say "compute capability $capability: building FlashMLA, DeepGEMM and DeepEP (this can take an hour)"
+      pip_install --no-deps "nvidia-nccl-cu13==$nccl"
+      DG_FORCE_BUILD=1 pip_install --no-build-isolation -e "$own[sm100]"
+      pip_install --no-deps "nvidia-nccl-cu13==$nccl" # the resolver has gone back to torch's own
+      check_nccl
+      ;;
+    9.*)
+      say "compute capability $capability: installing the libraries of the sm90 set"
+      pip_install -e "$own[sm90]"
+      ;;
+    "") say "no GPU to ask (nvidia-smi): kernel libraries are left out; run this again on the machine with the GPU" ;;
+    *) say "compute capability $capability: no kernel library serves it; the backend's own kernels and torch do" ;;
+  esac
+}
+
+check_nccl() {
+  local found
+  found=$("$python" -c 'import torch; print(".".join(map(str, torch.cuda.nccl.version())))') ||
+    die "torch cannot load NCCL; install it: $python -m pip install --no-deps nvidia-nccl-cu13==$nccl"
+  [ "$found" = "$nccl" ] ||
+    die "torch loads NCCL $found, but DeepEP needs $nccl: $python -m pip install --no-deps nvidia-nccl-cu13==$nccl" \
+      "(and check LD_LIBRARY_PATH for an older libnccl.so.2)"
+  say "NCCL $found"
 }
 
 install() { # KIND = run | test
@@ -133,7 +175,8 @@ install() { # KIND = run | test
   if [ "$1" = test ]; then core="$core[test]"; fi
   say "installing deepinfer-core and the $backend backend"
   if [ -d "$own" ]; then pip_install -e "$core" -e "$own"; else pip_install -e "$core"; fi
-  if [ "$1" = test ]; then pip_install --no-deps --ignore-requires-python "$test_only_wheel"; fi
+  if [ "$backend" = nvidia ]; then install_nvidia_libraries; fi
+  if [ "$1" = test ]; then pip_install --no-deps --ignore-requires-python "$tile_kernels"; fi
   check_backend
   stamp_of "$1" >"$prefix/.deepinfer-$1"
 }

@@ -197,7 +197,7 @@ def test_packaging(name):
     folder = ROOT / f"deepinfer-{name}"
     project = tomllib.loads((folder / "pyproject.toml").read_text())
     assert project["build-system"]["build-backend"] == "hatchling.build"
-    assert project["project"]["dependencies"] == ["deepinfer-core>=0.1,<0.2"]
+    assert project["project"]["dependencies"][0] == "deepinfer-core>=0.1,<0.2"
     assert project["project"]["entry-points"]["deepinfer.backends"] == {name: f"deepinfer_{name}:backend"}
     assert (folder / "src" / f"deepinfer_{name}" / "py.typed").exists()
     assert (folder / project["project"]["readme"]).exists()

@@ -90,6 +90,75 @@ def test_probes_choose_the_backend(build, tmp_path, answers, expected):
     assert expected in text
 
 
+NVIDIA_PYTHON = """
+[ "$2" = pip ] && {{ echo "$@" DG_FORCE_BUILD=$DG_FORCE_BUILD >> {log}; exit 0; }}
+case "$2" in
+  *nccl*) echo {nccl};;
+  *version.cuda*) exit {without_cuda};;
+  *) exec {python} "$@";;
+esac
+"""
+
+
+@pytest.fixture
+def nvidia(build, tmp_path):
+    """Runs the script for nvidia with a pip that only writes down what it was asked; (exit code, output, requests)."""
+
+    def run(capability: str | None, nccl: str = "2.32.3", without_cuda: int = 0) -> tuple[int, str, list[str]]:
+        for name in ("core", "nvidia"):
+            (tmp_path / f"deepinfer-{name}").mkdir(exist_ok=True)
+        (tmp_path / "env" / "bin").mkdir(parents=True, exist_ok=True)
+        log, tools = tmp_path / "pip.log", tmp_path / "tools"
+        tools.mkdir(exist_ok=True)
+        log.write_text("")
+        values = {"log": log, "nccl": nccl, "without_cuda": without_cuda, "python": sys.executable}
+        script(tmp_path / "env" / "bin" / "python", NVIDIA_PYTHON.format(**values))
+        script(tools / "nvidia-smi", "exit 9" if capability is None else f"echo {capability}")
+        path = f"{tools}{os.pathsep}{os.environ['PATH']}"
+        code, text = build(VIRTUAL_ENV=str(tmp_path / "env"), DEEPINFER_ACCELERATOR="nvidia", PATH=path)
+        return code, text, log.read_text().splitlines()
+
+    return run
+
+
+def requests(lines: list[str], word: str) -> list[str]:
+    return [line for line in lines if word in line]
+
+
+def test_nvidia_on_blackwell_builds_the_libraries_and_replaces_nccl(nvidia, tmp_path):
+    _, text, asked = nvidia("10.0")
+    assert "NCCL 2.32.3" in text
+    (build_line,) = requests(asked, "[sm100]")
+    assert "--no-build-isolation" in build_line and build_line.endswith("DG_FORCE_BUILD=1")
+    before, after = (i for i, line in enumerate(asked) if "--no-deps nvidia-nccl-cu13==2.32.3" in line)
+    assert before < asked.index(build_line) < after
+
+
+def test_nvidia_refuses_another_nccl_with_the_command(nvidia):
+    code, text, _ = nvidia("10.3", nccl="2.30.7")
+    assert code == 1
+    assert "torch loads NCCL 2.30.7, but DeepEP needs 2.32.3" in text
+    assert "pip install --no-deps nvidia-nccl-cu13==2.32.3" in text
+
+
+def test_nvidia_on_hopper_takes_the_tested_set(nvidia):
+    _, _, asked = nvidia("9.0")
+    assert len(requests(asked, "[sm90]")) == 1
+    assert not requests(asked, "sm100") and not requests(asked, "nccl")
+
+
+@pytest.mark.parametrize(("capability", "said"), [(None, "no GPU to ask"), ("8.9", "no kernel library serves it")])
+def test_nvidia_elsewhere_installs_no_kernel_library(nvidia, capability, said):
+    _, text, asked = nvidia(capability)
+    assert said in text
+    assert not requests(asked, "[sm") and len(requests(asked, "tile-kernels")) == 1
+
+
+def test_nvidia_installs_a_torch_with_cuda_where_there_is_none(nvidia):
+    assert requests(nvidia(None, without_cuda=1)[2], "torch>=2.13,<2.15")
+    assert not requests(nvidia(None)[2], "torch>=")
+
+
 def test_the_script_names_no_registry():
     text = (ROOT / "build.sh").read_text()
     assert "://" not in text

@@ -8,7 +8,7 @@ backend = Backend(
     name="nvidia",
     api=(0, 1),
     device_type="cuda",
-    requires=Requires(torch=">=2.9", check="deepinfer_nvidia.probe:problems"),
+    requires=Requires(torch=">=2.11", check="deepinfer_nvidia.probe:problems"),
     probe="deepinfer_nvidia.probe:present",
     environment="deepinfer_nvidia.probe:environment",
     plugin="deepinfer_nvidia.plugin:NvidiaPlugin",

@@ -19,6 +19,9 @@ from typing import Any
 SM100_EXTRA = "DG_FORCE_BUILD=1 pip install --no-build-isolation 'deepinfer-nvidia[sm100]'"
 """Builds the libraries of compute capability 10.x from source; needs nvcc 13.1 or newer and an installed torch."""
 
+TILE_KERNELS = "pip install --no-deps --ignore-requires-python 'tile-kernels>=2.1,<3'"
+"""Its metadata asks for Python 3.12; it runs on 3.11."""
+
 SM90_EXTRA = "pip install 'deepinfer-nvidia[sm90]'"
 
 KNOWN: Mapping[str, tuple[str, str]] = {
@@ -26,7 +29,7 @@ KNOWN: Mapping[str, tuple[str, str]] = {
     "deep_gemm": ("block-scaled products, index scores, fused experts, gate and residual sites", SM100_EXTRA),
     "deep_ep": ("expert dispatch and combine between ranks", SM100_EXTRA),
     "deep_select": ("top-k", SM100_EXTRA),
-    "tile_kernels": ("quantizers, norms, mHC parts, gate, Engram", "pip install 'tile-kernels>=2.1,<3'"),
+    "tile_kernels": ("quantizers, norms, mHC parts, gate, Engram", TILE_KERNELS),
     "tilelang": ("compiler of this package's own kernels", "pip install 'tilelang>=0.1.15,<0.2'"),
     "humming": ("grouped MXFP4 products on Hopper", SM90_EXTRA),
     "cuda.bindings.runtime": (

@@ -10,6 +10,7 @@ from deepinfer.hooks import BackendError, OpContext, hookimpl
 from deepinfer.hooks.ops import (
     AttentionOps,
     CacheOps,
+    CommunicatorOps,
     EngramOps,
     ExpertOps,
     GemmOps,
@@ -20,8 +21,11 @@ from deepinfer.hooks.ops import (
     VisionOps,
 )
 from deepinfer_nvidia import groups, probe
+from deepinfer_nvidia.communicator import Communicator
 from deepinfer_nvidia.groups import Group
+from deepinfer_nvidia.libraries import Libraries
 from deepinfer_nvidia.machine import Chip, Machine
+from deepinfer_nvidia.runtime import Runtime
 
 
 class NvidiaPlugin:
@@ -32,12 +36,23 @@ class NvidiaPlugin:
 
     def __init__(self, machine: Machine | None = None) -> None:
         self._machine = machine
+        self._found = Libraries()
 
     @hookimpl
     def deepinfer_create_runtime(self, context: OpContext) -> RuntimeOps:
         """The GPU's streams, events, memory and graphs, through torch. Raises `BackendError` if there is no GPU."""
         require_device()
-        return RuntimeOps(context)
+        return Runtime(context, self._libraries())
+
+    @hookimpl
+    def deepinfer_create_communicator(self, context: OpContext) -> CommunicatorOps:
+        """Groups over NCCL."""
+        return Communicator(context)
+
+    @hookimpl
+    def deepinfer_findings(self) -> list[tuple[str, str]]:
+        """The kernel libraries, each with the distribution that installed it or the command that would."""
+        return self._libraries().findings()
 
     @hookimpl
     def deepinfer_create_attention(self, context: OpContext) -> AttentionOps | None:
@@ -84,9 +99,12 @@ class NvidiaPlugin:
         """Images."""
         return self._create(VisionOps, context)
 
+    def _libraries(self) -> Libraries:
+        return self._machine.libraries if self._machine is not None else self._found
+
     def _create(self, contract: type[Group], context: OpContext) -> Group | None:
         if self._machine is None:
-            self._machine = Machine(Chip.current())
+            self._machine = Machine(Chip.current(), self._found)
         return groups.create(contract, context, self._machine)
 
 

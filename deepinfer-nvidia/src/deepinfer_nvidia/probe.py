@@ -11,6 +11,19 @@ VARIABLE = "CUDA_VISIBLE_DEVICES"
 ALIASES = ("ASCEND_RT_VISIBLE_DEVICES",)
 """Set by launch scripts that serve several kinds of machines; they must not contradict the GPUs' own variable."""
 
+LIBRARY_VARIABLES = {
+    "NCCL_CUMEM_ENABLE": "1",  # DeepEP's windows need memory that NCCL allocated with cuMem
+    "NCCL_PXN_DISABLE": "1",
+    "NCCL_GIN_ERROR_QUERY_SEC": "432000",
+    # what DeepEP sets anew for every communicator
+    "NCCL_NO_CACHE": "NCCL_WIN_STRIDE,NCCL_GIN_TYPE,NCCL_GIN_GDAKI_MAX_QP_RD_ATOMIC",
+    "EP_AVOID_RECORD_STREAM": "1",
+    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+    "CUDA_SCALE_LAUNCH_QUEUES": "4x",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # asking whether CUDA works must not open it
+}
+"""Settings of NCCL, DeepEP, torch and CUDA that the backend counts on; a user's own value stays."""
+
 _IDENTIFIERS = r"(GPU|MIG)-[0-9A-Za-z/-]+"
 
 
@@ -56,6 +69,6 @@ def problems() -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """Variables to set before torch is imported: the GPUs' own mask, where only its alias is given."""
+    """Variables to set before torch is imported: the libraries', and the GPUs' mask where only its alias is given."""
     seen = visibility()
-    return {VARIABLE: seen.mask} if seen.variable in ALIASES else {}
+    return LIBRARY_VARIABLES | ({VARIABLE: seen.mask} if seen.variable in ALIASES else {})

@@ -26,7 +26,8 @@ def dtype(name: str, x: torch.Tensor | None, *allowed: torch.dtype) -> None:
 
 
 def shape(name: str, x: torch.Tensor | None, *expected: int) -> None:
-    need(x is None or tuple(x.shape) == expected, f"{name}: shape {None if x is None else tuple(x.shape)}, expected {expected}")  # fmt: skip
+    found = None if x is None else tuple(x.shape)
+    need(found in (None, expected), f"{name}: shape {found}, expected {expected}")
 
 
 def contiguous(name: str, *tensors: torch.Tensor | None) -> None:
@@ -60,7 +61,8 @@ def scale_words(name: str, words: torch.Tensor, rows: int, channels: int, groups
 
 def scales_of(words: torch.Tensor, channels: int) -> torch.Tensor:
     """uint8 [..., rows, channels / 32], lowest channels in the lowest byte."""
-    return torch.stack([(words >> shift) & 255 for shift in (0, 8, 16, 24)], -1).flatten(-2).to(torch.uint8)[..., : channels // 32]  # fmt: skip
+    parts = torch.stack([(words >> shift) & 255 for shift in (0, 8, 16, 24)], -1).flatten(-2)
+    return parts.to(torch.uint8)[..., : channels // 32]
 
 
 def fp8_values(codes: torch.Tensor, words: torch.Tensor) -> torch.Tensor:

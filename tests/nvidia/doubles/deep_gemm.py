@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import torch
+from doubles.contract import (
+    aligned,
+    contiguous,
+    dtype,
+    fp4_values,
+    fp8_values,
+    last_contiguous,
+    need,
+    packed,
+    scale_words,
+    shape,
+)  # fmt: skip
 
 from deepinfer.reference import activation, experts, gemm, indexer, norm, quant, residual
-from doubles.contract import (
-    aligned, contiguous, dtype, fp4_values, fp8_values, last_contiguous, need, packed, scale_words, shape,
-)  # fmt: skip
 
 SMS = 148
 MEGA_TILES = (8, 16, 32, 64, 96, 128, 192, 240)
@@ -26,8 +35,8 @@ def get_mk_alignment_for_contiguous_layout():
 
 
 def fp8_fp4_gemm_nt(
-    a, b, d, c=None, recipe=None, recipe_a=None, recipe_b=None, compiled_dims="nk", disable_ue8m0_cast=False, alpha=None,
-    epilogue=None,
+    a, b, d, c=None, recipe=None, recipe_a=None, recipe_b=None, compiled_dims="nk", disable_ue8m0_cast=False,
+    alpha=None, epilogue=None,
 ):  # fmt: skip
     _check_recipe(recipe, recipe_a, recipe_b)
     _matrix("a", a[0], torch.float8_e4m3fn)
@@ -139,7 +148,7 @@ def get_paged_mqa_logits_metadata(context_lens, block_kv, num_sms, indices=None)
 def fp8_fp4_paged_mqa_logits(
     q, kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len, indices=None
 ):
-    count, per_row, heads, half = q[0].shape
+    count, per_row, heads, _ = q[0].shape
     need(per_row == 1, "one query a row")
     _check_queries(q, weights, count, heads, 128)
     codes, words = _pages(kv_cache, (32, 64, 128))
@@ -202,7 +211,7 @@ def get_paged_sparse_mqa_logits_metadata(
         prefix = listed[row, : min(-(-length // sparse_block_kv), listed.shape[1])]
         need(bool((prefix.diff() > 0).all()), f"row {row}: blocks must ascend, found {prefix.tolist()}")
         need(
-            0 <= int(prefix[0]) and int(prefix[-1]) * sparse_block_kv < length, f"row {row}: block outside the context"
+            int(prefix[0]) >= 0 and int(prefix[-1]) * sparse_block_kv < length, f"row {row}: block outside the context"
         )
     return (context_lens.clone(), block_table.clone(), listed.clone(), page_kv)
 
@@ -257,7 +266,8 @@ def _check_requests(indices, count):
 def _pages(cache, sizes):
     """Codes int8 [blocks, page, 64] and scale words int32 [blocks, page]: a block holds its codes, then its words."""
     dtype("kv_cache", cache, torch.uint8)
-    need(cache.dim() == 4 and cache.shape[1] in sizes and cache.shape[2] == 1 and cache.shape[3] == 68, f"kv_cache: {tuple(cache.shape)}")  # fmt: skip
+    known = cache.dim() == 4 and cache.shape[1] in sizes and cache.shape[2:] == (1, 68)
+    need(known, f"kv_cache: shape {tuple(cache.shape)}")
     need(cache.stride(1) == 68 and cache.stride(3) == 1 and cache.stride(0) % 4 == 0, "kv_cache: blocks must be whole")
     flat = cache.reshape(len(cache), -1)
     size = cache.shape[1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-
 from doubles.contract import contiguous, dtype, need, shape
 
 NOTHING = 2**40

@@ -5,11 +5,19 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import torch
+from doubles.contract import (
+    aligned,
+    contiguous,
+    decode_rows,
+    dtype,
+    last_contiguous,
+    need,
+    packed,
+    page_rows,
+    shape,
+)  # fmt: skip
 
 from deepinfer.reference import attention, quant, rope
-from doubles.contract import (
-    aligned, contiguous, decode_rows, dtype, last_contiguous, need, packed, page_rows, shape,
-)  # fmt: skip
 
 WIDTHS = (528, 288)
 
@@ -76,8 +84,9 @@ def _prefill_fused(
     attn_sink=None, topk_length=None,
 ):  # fmt: skip
     _check_prefill(q, kv, indices, d_v, attn_sink, topk_length)
+    options = (is_rope_neox_style, rope_dim, num_per_channels)
     flags = (use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0)
-    _check_fused(q, enable_q_norm, token_positions, is_rope_neox_style, rope_dim, cos_sin_cache, n_wv_group, num_per_channels, flags)  # fmt: skip
+    _check_fused(q, enable_q_norm, token_positions, cos_sin_cache, n_wv_group, options, flags)
     need(indices.stride(0) * 4 % 32 == 0, "indices: rows must be 32-byte aligned")
     turned = rope.apply_rope(_heads_in_order(q), token_positions.long(), cos_sin_cache)
     out = _prefill(turned, kv, indices, sm_scale, attn_sink, topk_length)
@@ -91,8 +100,9 @@ def _decode_fused(
     sm_scale, d_v=512, attn_sink=None, topk_length=None, extra_k_cache=None, extra_indices_in_kvcache=None,
     extra_topk_length=None,
 ):  # fmt: skip
+    options = (is_rope_neox_style, rope_dim, num_per_channels)
     flags = (use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0)
-    _check_fused(q, enable_q_norm, token_positions, is_rope_neox_style, rope_dim, cos_sin_cache, n_wv_group, num_per_channels, flags)  # fmt: skip
+    _check_fused(q, enable_q_norm, token_positions, cos_sin_cache, n_wv_group, options, flags)
     need(d_v == 512 and len(q) > 0, "d_v must be 512, q not empty")
     page_rows("k_cache", k_cache, WIDTHS[:1])
     need(indices_in_kvcache.dim() == 2, "indices_in_kvcache: expected [s_q, topk]")
@@ -136,8 +146,9 @@ def _check_prefill(q, kv, indices, d_v, attn_sink, topk_length):
 def _check_lists(name, indices, leading, tile):
     dtype(name, indices, torch.int32)
     last_contiguous(name, indices)
-    need(tuple(indices.shape[:-1]) == leading, f"{name}: shape {tuple(indices.shape)}, expected {leading} lists")
-    need(indices.shape[-1] > 0 and indices.shape[-1] % tile == 0, f"{name}: lists of {indices.shape[-1]}, expected multiples of {tile}")  # fmt: skip
+    need(tuple(indices.shape[:-1]) == leading, f"{name}: shape {tuple(indices.shape)} for {leading}")
+    length = indices.shape[-1]
+    need(length > 0 and length % tile == 0, f"{name}: lists of {length}, expected multiples of {tile}")
 
 
 def _check_lengths(name, lengths, count):
@@ -154,13 +165,13 @@ def _check_sink(sink, heads):
         contiguous("attn_sink", sink)
 
 
-def _check_fused(q, norm, positions, neox, rope_dim, table, groups, channels, flags):
+def _check_fused(q, norm, positions, table, groups, options, flags):
     need(q.dim() == 3 and q.shape[1] in (64, 128) and q.shape[2] == 512, f"q: shape {tuple(q.shape)}")
     dtype("q", q, torch.bfloat16)
     last_contiguous("q", q)
     need(q.stride(1) == 512, "q: a token must be contiguous")
     need(norm is False, "the model's queries have no norm here")
-    need(neox is False and rope_dim == 64 and channels == 32 and all(flags), "unsupported rope or cast options")
+    need(options == (False, 64, 32) and all(flags), "unsupported rope or cast options")
     need(q.shape[1] == groups * 8, f"{q.shape[1]} heads in {groups} groups, expected 8 a group")
     dtype("token_positions", positions, torch.int32)
     shape("token_positions", positions, len(q))

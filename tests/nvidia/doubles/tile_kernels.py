@@ -5,10 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import torch
+from doubles.contract import column_major, contiguous, dtype, need, packed, shape
 
 from deepinfer.reference import activation
 from deepinfer.reference import quant as reference
-from doubles.contract import column_major, contiguous, dtype, need, packed, shape
 
 
 def _per_token_cast(

@@ -157,6 +157,7 @@ def _chosen(settings: Settings, problems: list[str]) -> dict[str, Any] | None:
         "reason": loaded.reason,
         "device_type": loaded.device_type,
         "providers": [str(provider) for provider in loaded.providers],
+        "findings": [list(pair) for answer in loaded.manager.hook.deepinfer_findings() for pair in answer],
         "environment": dict(loaded.environment),
     }
 
@@ -172,6 +173,9 @@ def _print_report(report: dict[str, Any]) -> None:
     for backend in report["backends"]:
         if backend["detail"]:
             print(f"\n  {backend['name']}: " + backend["detail"].replace("\n", "\n  "))
+    if report["chosen"] and report["chosen"]["findings"]:
+        print()
+        print_table((f"{report['chosen']['name']} found", ""), [tuple(pair) for pair in report["chosen"]["findings"]])
     if report["op_packs"]:
         print()
         print_table(("op pack", "state", "package"), [tuple(p.values()) for p in report["op_packs"]])

@@ -90,6 +90,23 @@ def deepinfer_register_device() -> torch.device | None:
     """
 
 
+@_hook("optional")
+def deepinfer_findings() -> list[tuple[str, str]]:
+    """What the backend found on this machine: libraries, drivers, and what they lack. [level optional]
+
+    When: `deepinfer doctor` asks the chosen backend, with or without its device. Importing kernel libraries is allowed,
+    opening the device is not; what cannot be had is a finding, never an exception.
+
+    returns  (name, finding) pairs, shown in this order
+
+    Example::
+
+        @hookimpl
+        def deepinfer_findings(self):
+            return [("acme-kernels", "1.3 at /opt/acme, without fused attention")]
+    """
+
+
 @_hook("required")
 def deepinfer_create_runtime(context: OpContext) -> ops.RuntimeOps | None:
     """Device, streams, events, memory, pinning, graphs, timers. [whole group, level required]
