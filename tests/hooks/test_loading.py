@@ -251,6 +251,7 @@ def test_hook_specs():
     names = specs.hook_names()
     assert set(names) == {
         "deepinfer_plugin_registered",
+        "deepinfer_findings",
         "deepinfer_register_device",
         *(f"deepinfer_create_{group}" for group, _ in CONTRACTS),
     }
