@@ -6,6 +6,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from deepinfer.hooks import SMOOTH
 from deepinfer.testing.subject import make_subject
@@ -63,8 +64,10 @@ def test_parameters_of_compiled_functions_come_from_the_docstring():
     assert parameters_of(taken) == ("q", "extra_k_cache")
     lacking = SimpleNamespace(decode=compiled("decode(q: torch.Tensor)"), fused=FUSED)
     assert "has no parameter extra_k_cache" in Libraries({"flash_mla": lacking}).missing(NEED)[0]
-    unknown = SimpleNamespace(decode=compiled("no signature here"), fused=FUSED)
-    assert Libraries({"flash_mla": unknown}).missing(NEED) == []
+    for signature in ("no signature here", "decode(*args, **kwargs)"):
+        unknown = SimpleNamespace(decode=compiled(signature), fused=FUSED)
+        assert Libraries({"flash_mla": unknown}).missing(NEED) == []
+    assert parameters_of(lambda q, **more: q) is None
 
 
 @pytest.mark.parametrize(
@@ -163,3 +166,38 @@ def test_adapters_refuse_other_chips(open_doubles, kernel_shaped):
         subject.context, Machine(Chip("H200", 9, 0, 132, 0), Libraries({"deep_gemm": None, "tile_kernels": None}))
     )
     assert "compute capability 9.0, allowed 10.x" in group.refuse("gemm.quantize", subject.traits)
+
+
+@pytest.mark.parametrize(("width", "what"), [(528, "528-byte window keys"), (288, "288-byte entries")])
+def test_a_build_that_reads_pages_another_way_is_refused(open_doubles, kernel_shaped, monkeypatch, width, what):
+    """The builds of September 10 to 24 have the same names and arguments; only their bytes tell."""
+    from doubles import flash_mla
+
+    token_by_token = flash_mla.decode_rows
+
+    def page_by_page(cache):
+        if cache.shape[3] != width:
+            return token_by_token(cache)
+        data = {528: 512, 288: 256}[width]
+        page = cache.view(torch.uint8).reshape(len(cache), -1)
+        split = cache.shape[1] * data
+        parts = (page[:, :split].reshape(-1, data), page[:, split:].reshape(-1, width - data))
+        return token_by_token(torch.cat(parts, 1).view(cache.shape))
+
+    monkeypatch.setattr(flash_mla, "decode_rows", page_by_page)
+    ops = make_subject(open_doubles(), kernel_shaped()).ops
+    for op in ("attention.cached", "attention.latent"):
+        assert any(f"reads {what} in another order of bytes (key 0" in reason for reason in reasons(ops, op))
+    assert ops.binding("attention.chunk").kind == "native"
+
+
+def test_doctor_shows_what_was_found(open_doubles, monkeypatch, capsys):
+    from deepinfer.cli import doctor
+    from deepinfer.hooks import load
+
+    monkeypatch.setattr(load, "open_backend", lambda settings: open_doubles(flash_mla=None))
+    report = doctor.examine("cpu")
+    found = dict(report["chosen"]["findings"])
+    assert found["flash_mla"].startswith("no module flash_mla") and "block-scaled products" in found["deep_gemm"]
+    doctor._print_report(report)
+    assert SM100_EXTRA in capsys.readouterr().out

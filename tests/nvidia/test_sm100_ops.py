@@ -14,7 +14,7 @@ ADAPTED = (
     "gemm.block_diagonal_linear", "gemm.prepare_expert_weight", "gemm.grouped_linear", "gemm.quantize",
     "gemm.swiglu_quantize", "experts.route", "experts.ffn", "experts.moe", "residual.site",
 )  # fmt: skip
-SLOW = ()
+SLOW = ("attention.latent",)
 
 
 @pytest.fixture(scope="module")

@@ -57,35 +57,36 @@ class Communicator(CommunicatorOps):
         super().__init__(context)
         self._hosts: dict[str, list[str]] = {}
 
-    @provides()
+    @provides(batch_invariant=True)
     def open(self, groups: Mapping[str, Sequence[Sequence[int]]]) -> None:
         """Core's checks, NCCL's groups, and which members share a host."""
         if self._groups is not None:
             raise BackendError("communicator.open was called twice; close() first")
+        value_of(NCCL_NUM_SMS)  # a wrong value is named now, not as ranks that could not meet
         seconds = getattr(self.context.settings, "gloo_timeout", DEFAULT_TIMEOUT)
         device = torch.device(self.context.device)
         self._groups = NcclGroups.open(groups, os.environ, self.transport, timedelta(seconds=seconds), device)
         self._hosts = {name: self.gather_objects(socket.gethostname(), name) for name in groups}
 
-    @provides()
+    @provides(batch_invariant=True)
     def capabilities(self) -> CommunicatorCapabilities:
         """NCCL's collectives may be captured; torch's symmetric memory maps peers of one host."""
         return CommunicatorCapabilities(device_tensors=True, graph_safe=True, symmetric_memory=True)
 
-    @provides()
+    @provides(batch_invariant=True)
     def one_fast_domain(self, group: str) -> bool:
         """Whether all members share a host whose GPUs reach each other."""
         if self.size(group) == 1:
             return True
         return len(set(self._hosts[group])) == 1 and peers_reachable()
 
-    @provides()
+    @provides(batch_invariant=True)
     def memory_used(self) -> int:
         """What NCCL reports of every group; 0 for a build that reports nothing."""
         handles = [self._group(name).handle for name in self._hosts]
         return sum(backend_bytes(handle) for handle in handles if handle is not None)
 
-    @provides()
+    @provides(batch_invariant=True)
     def close(self) -> None:
         """Core's, and what was learnt of the groups."""
         self._hosts = {}

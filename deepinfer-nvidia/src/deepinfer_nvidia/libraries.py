@@ -134,10 +134,19 @@ def _attribute(module: Any, dotted: str) -> Any:
 
 
 def parameters_of(function: Any) -> tuple[str, ...] | None:
-    """Names of a function's parameters; None where neither a signature nor its docstring tells."""
+    """Names of a function's parameters; None where neither a signature nor its docstring tells, or it takes any."""
     try:
-        return tuple(inspect.signature(function).parameters)
+        parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
-        first = (getattr(function, "__doc__", None) or "").partition("\n")[0]
-        found = re.search(r"\((.*)\)", first)
-        return tuple(re.findall(r"(\w+)\s*:", found.group(1))) if found else None
+        return _documented_parameters(getattr(function, "__doc__", None) or "")
+    if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
+        return None
+    return tuple(p.name for p in parameters)
+
+
+def _documented_parameters(text: str) -> tuple[str, ...] | None:
+    """From the first line of a compiled function's docstring, which holds its signature."""
+    found = re.search(r"\((.*)\)", text.partition("\n")[0])
+    if found is None or "*" in found.group(1):
+        return None
+    return tuple(re.findall(r"(\w+)\s*:", found.group(1)))

@@ -51,7 +51,7 @@ class Gpu(AcceleratorDevice):
 
 
 def host_place(bus: str, root: Path = Path("/")) -> dict[str, Any]:
-    """Fields of `DeviceProperties` that the kernel knows of a PCI device: numa_node, host_cpus; {} for an unknown one."""
+    """Fields of `DeviceProperties` that the kernel knows of a PCI device: numa_node, host_cpus; {} for others."""
     folder = root / "sys/bus/pci/devices" / bus
     try:
         node = int((folder / "numa_node").read_text())

@@ -7,6 +7,7 @@ it makes queries. Created by `groups.create`.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from deepinfer.hooks.ops import AttentionOps
 from deepinfer.hooks.ops.attention import LatentWeights
 from deepinfer_nvidia.libraries import Need
 from deepinfer_nvidia.machine import OnMachine
-from deepinfer_nvidia.sm100 import index, limits, rows
+from deepinfer_nvidia.sm100 import confirm, index, limits, rows
 from deepinfer_nvidia.sm100.formats import GROUP, Fp8Tensor
 
 _FUSED = ("token_positions", "cos_sin_cache", "n_wv_group", "attn_sink")
@@ -79,6 +80,8 @@ class Attention(OnMachine, AttentionOps):
             size = traits.num_attention_heads // traits.o_groups
             reasons += limits.one_of((HEADS_OF_GROUP,), heads_of_an_output_group=size)
             reasons += limits.one_of((64,), qk_rope_head_dim=traits.qk_rope_head_dim)
+        if op in ("attention.latent", "attention.cached") and not reasons:
+            reasons += self._layout_problems
         if op in ("attention.index_scores", "attention.select"):
             reasons += limits.multiple(8, index_n_heads=traits.index_n_heads)
             reasons += limits.one_of((128,), index_head_dim=traits.index_head_dim, block_size=traits.block_size)
@@ -87,6 +90,11 @@ class Attention(OnMachine, AttentionOps):
         if op == "attention.select":
             reasons += self._sparse_reasons(traits)
         return reasons
+
+    @cached_property
+    def _layout_problems(self) -> list[str]:
+        library = self.machine.libraries.get("flash_mla")
+        return confirm.layout_problems(library, self.traits.num_attention_heads, torch.device(self.context.device))
 
     def _sparse_reasons(self, traits: ModelTraits) -> list[str]:
         reasons = limits.one_of((8, 16), candidate_block_size=traits.candidate_block_size)
