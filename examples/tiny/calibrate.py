@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from draft_model import DraftModel, expected_length, targets_of
+from draft_model import DraftModel, draft_blocks, expected_length, targets_of
 from draft_train import SLOTS, DraftRun, anchors_of, frozen, make_draft_run
-from model_weights import FAST_QUANTIZED, Numbers, serve
-from train import SEED, Run, arguments, data_sha256, open_run
+from model_weights import Numbers, quick, serve
+from train import LOG, SEED, Run, arguments, data_sha256, open_run
 from train_data import Part, in_rows, validation_windows
 from train_state import Clock
 
@@ -46,10 +46,9 @@ class Drafted:
 
 
 @torch.no_grad()
-def validation(run: Run, main: dict[str, Tensor], part: Part, length: int, numbers: Numbers) -> tuple[dict, dict]:
-    """({segment: nats per token and tokens}, {layer: busiest expert / mean}) with every target weighing 1."""
-    losses, loads = {}, {}
-    rows = max(1, run.tokens // length)
+def validation(run: Run, main: dict[str, Tensor], part: Part, length: int, numbers: Numbers) -> dict[str, dict]:
+    """{segment: nats per token and tokens} with every target weighing 1."""
+    losses, rows = {}, max(1, run.tokens // length)
     for segment in part.segments:
         total = count = 0.0
         for batch, _ in in_rows(validation_windows(part, segment, length), rows):
@@ -57,15 +56,27 @@ def validation(run: Run, main: dict[str, Tensor], part: Part, length: int, numbe
             nll, _ = run.model.kernels.token_losses(result.normed, main["head"], batch.targets.flatten())
             total += (nll * batch.weights.flatten()).sum().item()
             count += batch.weights.sum().item()
-            for name, load in result.loads.items():
-                loads[name] = loads.get(name, 0) + load
         losses[segment["name"]] = {"nats_per_token": total / count, "tokens": int(count)}
-    busiest = {name.split(".")[1]: (load.max() / load.mean()).item() for name, load in loads.items()}
-    return losses, busiest
+    return losses
 
 
 @torch.no_grad()
-def teacher_forced(draft: DraftRun, main: dict[str, Tensor], w: dict[str, Tensor], part: Part, numbers: Numbers) -> dict:
+def expert_loads(run: Run, main: dict[str, Tensor], part: Part, length: int, numbers: Numbers) -> dict[str, float]:
+    """{layer: busiest expert / mean} over the whole part, but for its last, incomplete batch."""
+    loads: dict[str, Tensor] = {}
+    rows = max(1, run.tokens // length)
+    everything = validation_windows(part, {"start": 0, "stop": part.ids.shape[0]}, length)
+    for first in range(0, max(1, everything.inputs.shape[0] - rows), rows):
+        result = run.model.forward(main, everything.inputs[first : first + rows], numbers, select=True)
+        for name, load in result.loads.items():
+            loads[name] = loads.get(name, 0) + load
+    return {name.split(".")[1]: (load.max() / load.mean()).item() for name, load in loads.items()}
+
+
+@torch.no_grad()
+def teacher_forced(
+    draft: DraftRun, main: dict[str, Tensor], w: dict[str, Tensor], part: Part, numbers: Numbers
+) -> dict:
     """{segment: mean acceptance of every slot} on the true text."""
     run, out = draft.run, {}
     generator = torch.Generator(part.ids.device).manual_seed(SEED)
@@ -76,7 +87,7 @@ def teacher_forced(draft: DraftRun, main: dict[str, Tensor], w: dict[str, Tensor
             ids = batch.inputs
             result = run.model.forward(main, ids, numbers, select=True)
             texts, anchors = anchors_of(*ids.shape, SLOTS, generator)
-            drafts = draft_blocks(draft.drafter, main, w, ids, result.features, texts, anchors, numbers)
+            drafts = draft_blocks(draft.drafter, main, w, ids, result.features, texts, anchors, SLOTS, numbers)
             targets = targets_of(ids, texts, anchors, SLOTS)
             logits, confidence = draft.drafter.heads(w, drafts, targets.previous)
             target = run.model.vocabulary(main, result.normed[targets.rows.flatten()]).view_as(logits)
@@ -87,15 +98,6 @@ def teacher_forced(draft: DraftRun, main: dict[str, Tensor], w: dict[str, Tensor
             counted += weights.sum(0)
         out[segment["name"]] = (accepted / counted.clamp_min(1)).tolist()
     return out
-
-
-def draft_blocks(
-    drafter: DraftModel, main: dict[str, Tensor], w: dict[str, Tensor], ids: Tensor, features: Tensor, texts: Tensor,
-    anchors: Tensor, numbers: Numbers,
-) -> Any:  # fmt: skip
-    positions = torch.arange(ids.shape[1], device=ids.device).repeat(ids.shape[0])
-    keys = [key.unflatten(0, ids.shape) for key in drafter.main_keys(w, features, positions, numbers)]
-    return drafter.blocks(main, w, ids, keys, texts, anchors, SLOTS, numbers)
 
 
 @torch.no_grad()
@@ -109,7 +111,7 @@ def drafted(
     """
     run, texts = draft.run, torch.arange(ids.shape[0], device=ids.device)
     features = run.model.forward(main, ids, numbers, select=True).features
-    blocks = draft_blocks(draft.drafter, main, w, ids, features, texts, anchors, numbers)
+    blocks = draft_blocks(draft.drafter, main, w, ids, features, texts, anchors, SLOTS, numbers)
     changed, previous = ids.clone(), ids[texts, anchors]
     proposals, scores = [], []
     for slot in range(SLOTS):
@@ -141,7 +143,9 @@ def chance(logits: Tensor, target: Tensor, token: Tensor, temperature: float) ->
     return log_ratio.clamp(max=0).exp().squeeze(1)
 
 
-def anchored_texts(part: Part, segment: dict[str, Any], rows: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def anchored_texts(
+    part: Part, segment: dict[str, Any], rows: int, length: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
     """Random windows of a segment, and an anchor in each that leaves room for the block."""
     device = part.ids.device
     free = max(1, segment["stop"] - segment["start"] - length)
@@ -153,8 +157,8 @@ def anchored_texts(part: Part, segment: dict[str, Any], rows: int, length: int, 
 
 
 def measure_drafts(
-    draft: DraftRun, main: dict[str, Tensor], w: dict[str, Tensor], part: Part, batches: int, temperature: float, length: int,
-    numbers: Numbers,
+    draft: DraftRun, main: dict[str, Tensor], w: dict[str, Tensor], part: Part, batches: int, temperature: float,
+    length: int, numbers: Numbers,
 ) -> dict[str, Drafted]:  # fmt: skip
     """Drafts behind random anchors of every validation segment."""
     generator = torch.Generator(part.ids.device).manual_seed(SEED)
@@ -187,9 +191,7 @@ def sequential_temperatures(found: Drafted) -> list[float]:
     before = torch.ones_like(happened[:, 0])
     chosen = []
     for slot in range(found.scores.shape[1]):
-        errors = [
-            calibration_error(before * (found.scores[:, slot] / t).sigmoid(), happened[:, slot]) for t in GRID
-        ]
+        errors = [calibration_error(before * (found.scores[:, slot] / t).sigmoid(), happened[:, slot]) for t in GRID]
         best = GRID[min(range(len(GRID)), key=errors.__getitem__)]
         chosen.append(round(best, 2))
         before = before * (found.scores[:, slot] / best).sigmoid()
@@ -218,7 +220,9 @@ def halves(found: dict[str, Drafted]) -> Iterator[Drafted]:
         yield Drafted(scores, torch.cat([d.accepted[offset::2] for d in found.values()]))
 
 
-def draft_report(draft: DraftRun, main: dict[str, Tensor], part: Part, batches: int, context: int, numbers: Numbers) -> dict[str, Any]:
+def draft_report(
+    draft: DraftRun, main: dict[str, Tensor], part: Part, batches: int, context: int, numbers: Numbers
+) -> dict[str, Any]:
     """The "draft" part of train_log.json."""
     w = {name: value.detach() for name, value in serve(draft.run.weights, numbers, "draft").items()}
     draft.drafter = DraftModel(draft.run.model.plain())
@@ -240,27 +244,45 @@ def draft_report(draft: DraftRun, main: dict[str, Tensor], part: Part, batches: 
     }
 
 
-def report(draft: DraftRun, part: Part, folder: Path, length: int, batches: int, context: int = CONTEXT) -> dict[str, Any]:
-    """All of train_log.json."""
-    run = draft.run
-    main = frozen(run)
-    validated, loads = validation(run, main, part, length, FAST_QUANTIZED)
+def this_machine(device: torch.device) -> dict[str, str]:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    return {"device": name, "torch": torch.__version__}
+
+
+def report(
+    draft: DraftRun, part: Part, folder: Path, batches: int, context: int = CONTEXT, start: Path | None = None
+) -> dict[str, Any]:
+    """All of train_log.json. A backbone that was not trained here keeps the device of the log at `start`."""
+    run, length, here = draft.run, draft.length, this_machine(draft.run.model.device)
+    earlier = None
+    if start is not None and run.clock.step == 0:
+        log = json.loads((start / LOG).read_text(encoding="utf-8"))
+        earlier = {key: log[key] for key in here}
+    main, numbers = frozen(run), quick(run.model.device, True)
+    validated = validation(run, main, part, length, numbers)
+    loads = expert_loads(run, main, part, length, numbers)
     counts = count_parameters(run.model.config)
-    device = run.model.device
     return {
         "model": run.name,
         "parameters": counts.total - counts.vision,
         "active_parameters": counts.active_decode,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
-        "torch": torch.__version__,
+        **(earlier or here),
         "date": datetime.now(UTC).date().isoformat(),
         "seed": SEED,
         "data_sha256": data_sha256(folder),
         "stages": run.records,
         "validation": validated,
         "expert_load": loads,
-        "draft": draft.record | draft_report(draft, main, part, batches, context, FAST_QUANTIZED),
+        "draft": whole_record(draft.record)
+        | {"device": here["device"]}
+        | draft_report(draft, main, part, batches, context, numbers),
     }
+
+
+def whole_record(record: dict[str, Any]) -> dict[str, Any]:
+    """The record with the steps and seconds of the run before it, if it continued one; that stays beside it."""
+    earlier = record["earlier"] or {}
+    return record | {key: record[key] + earlier.get(key, 0) for key in ("steps", "seconds", "sampled_tokens")}
 
 
 def main() -> int:
@@ -275,7 +297,7 @@ def main() -> int:
     draft.load(torch.load(args.state, weights_only=False, map_location=args.device))
     part = Part.read(args.data, "valid", args.device)
     begun = time.monotonic()
-    log = report(draft, part, args.data, draft.length, own.batches)
+    log = report(draft, part, args.data, own.batches)
     own.log.write_text(json.dumps(log, indent=1) + "\n", encoding="utf-8")
     print(json.dumps({k: log[k] for k in ("validation", "expert_load", "draft")}, indent=1))
     print(f"measured in {time.monotonic() - begun:.0f} s")

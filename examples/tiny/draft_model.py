@@ -1,8 +1,9 @@
 """The DSpark draft layers and heads on many blocks at once, and the loss they are trained with.
 
-A block begins at an anchor a of a text: slot 0 reads the true token x_a, the other slots read noise, and slot k proposes
-x_{a+1+k}. The draft layers see main keys of the `window` positions before a, made from features of the frozen backbone,
-and all slots of the block. Loss of the DSpark paper, section 3.3, with w_k = exp(-k / 4), as DeepSpec publishes it:
+A block begins at an anchor a of a text: slot 0 reads the true token x_a, the other slots read noise, and slot k
+proposes x_{a+1+k}. The draft layers see main keys of the `window` positions before a, made from features of the frozen
+backbone, and all slots of the block. Loss of the DSpark paper, section 3.3, with the slot weights exp(-k / 4) that
+DeepSpec publishes:
 
     0.1 cross-entropy + 0.9 |p - q|_1 + BCE(confidence, 1 - |p - q|_1 / 2)
 
@@ -90,7 +91,7 @@ class DraftModel:
         return DraftBlocks(base, hidden.unflatten(0, (-1, slots)), loads)
 
     def heads(self, w: Served, drafts: DraftBlocks, previous: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [n, N, V] after the Markov step and confidence logits [n, N]; previous [n, N] token before each slot."""
+        """Logits [n, N, V] after the Markov step, confidence logits [n, N]; previous [n, N] token before each slot."""
         embedding = functional.embedding(previous, w[f"{self.last}.markov_head.embed"])
         logits = drafts.base + linear(embedding, w[f"{self.last}.markov_head.head"], out_dtype=torch.float32)
         features = torch.cat((drafts.hidden, embedding), -1).float()
@@ -134,14 +135,22 @@ def compare(
     return cross, distance, error, accepted
 
 
+def draft_blocks(
+    drafter: DraftModel, main: Served, w: Served, ids: Tensor, features: Tensor, rows: Tensor, anchors: Tensor,
+    slots: int, numbers: Numbers,
+) -> DraftBlocks:  # fmt: skip
+    """The blocks at anchors [n] of texts rows [n], from the features [B * T, ..] of texts ids [B, T]."""
+    positions = torch.arange(ids.shape[1], device=ids.device).repeat(ids.shape[0])
+    keys = [key.unflatten(0, ids.shape) for key in drafter.main_keys(w, features, positions, numbers)]
+    return drafter.blocks(main, w, ids, keys, rows, anchors, slots, numbers)
+
+
 def draft_loss(
-    drafter: DraftModel, main: Served, w: Served, ids: Tensor, result: Result, rows: Tensor, anchors: Tensor, slots: int,
-    numbers: Numbers,
+    drafter: DraftModel, main: Served, w: Served, ids: Tensor, result: Result, rows: Tensor, anchors: Tensor,
+    slots: int, numbers: Numbers,
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
     """(loss, acceptance summed per slot [N], blocks counted per slot [N], expert loads) of blocks of frozen results."""
-    positions = torch.arange(ids.shape[1], device=ids.device).repeat(ids.shape[0])
-    keys = [key.unflatten(0, ids.shape) for key in drafter.main_keys(w, result.features, positions, numbers)]
-    drafts = drafter.blocks(main, w, ids, keys, rows, anchors, slots, numbers)
+    drafts = draft_blocks(drafter, main, w, ids, result.features, rows, anchors, slots, numbers)
     targets = targets_of(ids, rows, anchors, slots)
     logits, confidence = drafter.heads(w, drafts, targets.previous)
     target_logits = drafter.model.vocabulary(main, result.normed[targets.rows.flatten()]).view_as(logits)

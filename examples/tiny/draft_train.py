@@ -18,14 +18,15 @@ from typing import Any
 
 import torch
 from draft_model import DraftModel, draft_loss, expected_length
-from model_weights import FAST, FAST_QUANTIZED, Numbers, serve
+from model_tiny import Result
+from model_weights import quick, serve
 from train import SEED, Run, arguments, open_run
 from train_state import Clock, Snapshots, Trainer
 
-PEAK = 1e-3
+PEAK = 1.5e-3
 WARMUP = 50
 ROUNDED_FROM = 0.5
-"""Share of the budget after which the draft's own numbers are rounded too."""
+"""Share of the budget after which the draft's own numbers are rounded too; from the beginning where a run continues."""
 LENGTH = 1024
 SLOTS = 5
 ANCHOR_SHARE = 8
@@ -46,6 +47,8 @@ class DraftRun:
     length: int
     record: dict[str, Any] = field(default_factory=dict)
     sampled: torch.Tensor | None = None
+    kept: list[tuple[torch.Tensor, Result]] = field(default_factory=list)
+    """texts and what the backbone made of them, where `keep_results` computed that once for all steps"""
 
     def state(self) -> dict[str, Any]:
         state = self.run.state() | {"draft_trainer": self.trainer.state(), "draft_record": self.record}
@@ -59,16 +62,17 @@ class DraftRun:
             self.record, self.sampled = state["draft_record"], state["sampled"]
 
 
-def make_draft_run(run: Run, clock: Clock, length: int = LENGTH) -> DraftRun:
+def make_draft_run(run: Run, clock: Clock, length: int = LENGTH, earlier: dict[str, Any] | None = None) -> DraftRun:
+    """A draft run at its beginning; `earlier` is the record of the run that the start came from."""
     trainer = Trainer(run.weights, "draft", PEAK, WARMUP, decay=False)
-    record = {"steps": 0, "seconds": 0.0, "loss": None, "curve": [], "sampled_tokens": 0}
+    record = {"steps": 0, "seconds": 0.0, "loss": None, "curve": [], "sampled_tokens": 0, "earlier": earlier}
     return DraftRun(run, DraftModel(run.model), trainer, clock, length, record)
 
 
 @torch.no_grad()
-def frozen(run: Run, numbers: Numbers = FAST_QUANTIZED) -> dict[str, torch.Tensor]:
+def frozen(run: Run) -> dict[str, torch.Tensor]:
     """The backbone as it is served."""
-    return {name: value.detach() for name, value in serve(run.weights, numbers, "main").items()}
+    return {name: value.detach() for name, value in serve(run.weights, quick(run.model.device, True), "main").items()}
 
 
 def anchors_of(rows: int, length: int, slots: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,11 +88,9 @@ def anchors_of(rows: int, length: int, slots: int, generator: torch.Generator) -
 def draft_step(draft: DraftRun, main: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """One optimization step; returns (loss, acceptance of each slot [N])."""
     run = draft.run
-    rounded = draft.clock.fraction >= ROUNDED_FROM
-    ids = next_texts(draft)
-    with torch.no_grad():
-        result = run.model.forward(main, ids, FAST_QUANTIZED, select=True)
-    numbers = FAST_QUANTIZED if rounded else FAST
+    rounded = draft.run.earlier > 0 or draft.clock.fraction >= ROUNDED_FROM
+    ids, result = texts_and_results(draft, main)
+    numbers = quick(run.model.device, rounded)
     w = serve(run.weights, numbers, "draft")
     texts, anchors = anchors_of(*ids.shape, SLOTS, run.windows.generator)
     loss, accepted, counted, loads = draft_loss(draft.drafter, main, w, ids, result, texts, anchors, SLOTS, numbers)
@@ -98,12 +100,34 @@ def draft_step(draft: DraftRun, main: dict[str, torch.Tensor]) -> tuple[torch.Te
     return loss.detach(), accepted / counted.clamp_min(1)
 
 
+@torch.no_grad()
+def texts_and_results(draft: DraftRun, main: dict[str, torch.Tensor]) -> tuple[torch.Tensor, Result]:
+    """Texts [B, T] of the next step and the backbone's results."""
+    if draft.kept:
+        place = torch.randint(
+            len(draft.kept), (1,), generator=draft.run.windows.generator, device=draft.run.model.device
+        )
+        return draft.kept[int(place)]
+    ids = next_texts(draft)
+    return ids, draft.run.model.forward(main, ids, quick(ids.device, True), select=True)
+
+
+@torch.no_grad()
+def keep_results(draft: DraftRun, main: dict[str, torch.Tensor], tokens: int) -> None:
+    """Run the backbone over about `tokens` tokens, once for all steps: worth it where the backbone is the slow part."""
+    while len(draft.kept) * draft.run.tokens < tokens:
+        ids = next_texts(draft)
+        draft.kept.append((ids, draft.run.model.forward(main, ids, quick(ids.device, True), select=True)))
+
+
 def next_texts(draft: DraftRun) -> torch.Tensor:
     """Texts [B, T] of the next step: rows of the training part, or sampled ones."""
     run, turn = draft.run, draft.clock.step
     if draft.sampled is not None and turn % round(1 / SAMPLED_SHARE) == 0:
         rows = run.tokens // draft.sampled.shape[1]
-        chosen = torch.randint(len(draft.sampled), (rows,), generator=run.windows.generator, device=draft.sampled.device)
+        chosen = torch.randint(
+            len(draft.sampled), (rows,), generator=run.windows.generator, device=draft.sampled.device
+        )
         return draft.sampled[chosen]
     return run.windows.draw(max(1, run.tokens // draft.length), draft.length).inputs
 
@@ -117,7 +141,7 @@ def sample_texts(run: Run, main: dict[str, torch.Tensor], rows: int, length: int
     ids = batch.inputs.clone()
     temperature = torch.where(torch.arange(rows, device=ids.device) % 2 == 0, 1.0, 0.7).unsqueeze(1)
     for position in range(PREFIX, length):
-        normed = run.model.forward(main, ids, FAST_QUANTIZED, select=True).normed.unflatten(0, ids.shape)
+        normed = run.model.forward(main, ids, quick(ids.device, True), select=True).normed.unflatten(0, ids.shape)
         logits = run.model.vocabulary(main, normed[:, position - 1]) / temperature
         noise = torch.empty_like(logits).exponential_(generator=run.windows.generator)
         ids[:, position] = (logits.softmax(-1) / noise).argmax(-1)

@@ -63,7 +63,9 @@ def write(weights: Weights, config: ModelConfig, out: Path, shards: int = 2) -> 
     _check(specs, tensors)
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / "config.json", config.raw)
-    write_json(out / "generation_config.json", {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id})
+    write_json(
+        out / "generation_config.json", {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
+    )
     plan = _one_table_shard(plan_shards(specs, shards))
     for file_name, names in plan.items():
         write_shard(out / file_name, {name: specs[name] for name in names}, tensors)

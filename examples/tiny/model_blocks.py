@@ -72,7 +72,9 @@ def project(
     return apply_rope(q, positions, rope), maybe_q8(key, quantize, key.dtype), qr
 
 
-def main_keys(g: Tensor, wkv: Tensor, kv_norm: Tensor, positions: Tensor, rope: Tensor, eps: float, quantize: bool) -> Tensor:
+def main_keys(
+    g: Tensor, wkv: Tensor, kv_norm: Tensor, positions: Tensor, rope: Tensor, eps: float, quantize: bool
+) -> Tensor:
     """Keys [Q, d] of a draft layer from features g [Q, H]."""
     key = apply_rope(rms_norm(linear(g, wkv), kv_norm, eps), positions, rope)
     return maybe_q8(key, quantize, key.dtype)
@@ -95,14 +97,23 @@ def entry_keys(latents: Tensor, positions: Tensor, rope: Tensor, quantize: bool)
     return fake_q4e(keys, keys.dtype) if quantize else keys
 
 
-def index_keys(latents: Tensor, wk: Tensor, norm: Tensor, positions: Tensor, rope: Tensor, eps: float, quantize: bool) -> Tensor:
+def index_keys(
+    latents: Tensor, wk: Tensor, norm: Tensor, positions: Tensor, rope: Tensor, eps: float, quantize: bool
+) -> Tensor:
     """Index keys [E', 128] from latents."""
     keys = apply_rope(rms_norm(linear(latents, wk), norm, eps), positions, rope)
     return fake_q4u(keys, keys.dtype) if quantize else keys
 
 
 def index_queries(
-    u: Tensor, qr: Tensor, wq_b: Tensor, weights_proj: Tensor, positions: Tensor, rope: Tensor, heads: int, quantize: bool
+    u: Tensor,
+    qr: Tensor,
+    wq_b: Tensor,
+    weights_proj: Tensor,
+    positions: Tensor,
+    rope: Tensor,
+    heads: int,
+    quantize: bool,
 ) -> tuple[Tensor, Tensor]:
     """Index queries [Q, hi, 128] and head weights [Q, hi]."""
     q = apply_rope(linear(qr, wq_b).unflatten(-1, (heads, -1)), positions, rope)
@@ -193,7 +204,9 @@ def attend_draft(q: Tensor, keys: Tensor, before: Tensor, visible: Tensor, sink:
     return torch.matmul(weights, joint).view(q.shape)
 
 
-def attention_output(out: Tensor, wo_a: Tensor, wo_b: Tensor, positions: Tensor, rope: Tensor, groups: int, quantize: bool) -> Tensor:
+def attention_output(
+    out: Tensor, wo_a: Tensor, wo_b: Tensor, positions: Tensor, rope: Tensor, groups: int, quantize: bool
+) -> Tensor:
     """Inverse rope and the grouped low-rank output. out [Q, h, d] -> [Q, H] in the dtype of the weights."""
     dtype = wo_b.dtype
     out = apply_rope(out, positions, rope, inverse=True)
@@ -245,7 +258,7 @@ def _expert_sums(inner: Tensor, ids: Tensor, w2: Tensor, shared_w2: Tensor) -> T
 
 
 def inject(streams: Tensor, rows: Tensor, wkv: Tensor, gate: Tensor, eps: float) -> Tensor:
-    """Engram: rows [Q, T 256] of the table, projected, gated and added to the streams [Q, m, H]. gate [m, H] float32."""
+    """Engram: table rows [Q, T 256], projected, gated and added to the streams [Q, m, H]. gate [m, H] float32."""
     m, hidden = streams.shape[1:]
     key, value = linear(rows, wkv).unflatten(-1, (m + 1, hidden)).float().split((m, 1), 1)
     x = streams.float()
@@ -254,7 +267,9 @@ def inject(streams: Tensor, rows: Tensor, wkv: Tensor, gate: Tensor, eps: float)
     return (x + strength.unsqueeze(-1) * value).to(streams.dtype)
 
 
-def leave(streams: Tensor, pending: tuple[Tensor, Tensor, Tensor], pre: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def leave(
+    streams: Tensor, pending: tuple[Tensor, Tensor, Tensor], pre: Tensor, norm: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     """Hidden state [Q, H] after the last site, and the same normed."""
     hidden = collapse(write_back(streams, *pending), pre)
     return hidden, rms_norm(hidden, norm, eps)

@@ -93,7 +93,12 @@ class TinyModel:
     """Layers, tables and constants of a configuration; holds no weights."""
 
     def __init__(
-        self, config: ModelConfig, vocab_map: Tensor, device: torch.device | str, max_positions: int, compiled: bool = False
+        self,
+        config: ModelConfig,
+        vocab_map: Tensor,
+        device: torch.device | str,
+        max_positions: int,
+        compiled: bool = False,
     ) -> None:
         self.config, self.text, self.topology = config, config.text, config.topology
         self.device, self.kernels = torch.device(device), Kernels(compiled)
@@ -129,7 +134,9 @@ class TinyModel:
         ngrams = self.ngrams(ids)
         for layer in range(self.text.num_hidden_layers):
             self._layer(w, layer, streams, flow, ngrams)
-        hidden, normed = self.kernels.leave(streams.values, streams.pending, streams.pre, w["norm"], self.text.rms_norm_eps)
+        hidden, normed = self.kernels.leave(
+            streams.values, streams.pending, streams.pre, w["norm"], self.text.rms_norm_eps
+        )
         index_loss = sum(flow.index_losses) if flow.index_losses else hidden.new_zeros((), dtype=torch.float32)
         return Result(hidden, normed, torch.cat(flow.features, -1), index_loss, flow.loads)
 
@@ -159,7 +166,9 @@ class TinyModel:
         u, x = self.enter(w, f"{prefix}", "attn", streams, flow.numbers)
         self.leave(streams, self._attention(w, layer, u, x, flow))
         u, x = self.enter(w, prefix, "ffn", streams, flow.numbers)
-        y, flow.loads[f"{prefix}.ffn.gate.bias"] = self.moe(w, prefix, u, x, flow.numbers, self.text.num_experts_per_tok)
+        y, flow.loads[f"{prefix}.ffn.gate.bias"] = self.moe(
+            w, prefix, u, x, flow.numbers, self.text.num_experts_per_tok
+        )
         self.leave(streams, y)
 
     def _before_attention(self, w: Served, layer: int, streams: Streams, flow: Flow, ngrams: Tensor) -> None:
@@ -201,7 +210,9 @@ class TinyModel:
         _, post, comb = streams.pending
         streams.pending = (y, post, comb)
 
-    def project(self, w: Served, prefix: str, x: Tensor, positions: Tensor, rope: Tensor, numbers: Numbers) -> tuple[Tensor, ...]:
+    def project(
+        self, w: Served, prefix: str, x: Tensor, positions: Tensor, rope: Tensor, numbers: Numbers
+    ) -> tuple[Tensor, ...]:
         """Query, window key and low-rank query of rows x [Q, H]."""
         attn = f"{prefix}.attn"
         return self.kernels.project(

@@ -14,11 +14,13 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 import torch
 
-from deepinfer.hub.tensor_spec import SCALE, TensorSpec
+from deepinfer.hub.safetensors import Checkpoint
+from deepinfer.hub.tensor_spec import SCALE, TensorSpec, scale_name
 from deepinfer.models.deepseek_v41.config import ModelConfig
 from deepinfer.models.deepseek_v41.manifest import manifest
 from deepinfer.reference import quant
@@ -178,9 +180,25 @@ def initial(config: ModelConfig, seed: int) -> Reader:
     def read(name: str) -> torch.Tensor:
         spec = specs[name]
         shape = (*spec.shape[:-1], spec.shape[-1] * 2) if spec.kind == "mxfp4_row32" else spec.shape
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + sum(ord(c) * 31**i for i, c in enumerate(name)) % 2**40)
+        generator = torch.Generator().manual_seed(
+            seed * 1_000_003 + sum(ord(c) * 31**i for i, c in enumerate(name)) % 2**40
+        )
         noise = torch.randn(shape, generator=generator)
         return _start(name, noise)
+
+    return read
+
+
+def checkpoint_reader(directory: str | Path, config: ModelConfig) -> Reader:
+    """The numbers of a checkpoint in the published format."""
+    checkpoint, specs = Checkpoint.open(directory), manifest(config)
+
+    def read(name: str) -> torch.Tensor:
+        values, kind = checkpoint.read(name), specs[name].kind
+        scales = (
+            checkpoint.read(scale_name(name)) if scale_name(name) in specs and kind not in ("bf16", "f32") else None
+        )
+        return quant.dequantize_weight(values, scales, kind, torch.float32)
 
     return read
 
@@ -232,6 +250,14 @@ SMOOTH = Numbers()
 EXACT = Numbers(torch.bfloat16, torch.float32, True)
 FAST = Numbers(torch.bfloat16, torch.bfloat16, False)
 FAST_QUANTIZED = Numbers(torch.bfloat16, torch.bfloat16, True)
+WIDE_QUANTIZED = Numbers(torch.float32, torch.float32, True)
+
+
+def quick(device: torch.device | str, quantize: bool) -> Numbers:
+    """What trains quickest: bfloat16, but float32 on a CPU, where bfloat16 products are slow."""
+    if torch.device(device).type == "cpu":
+        return WIDE_QUANTIZED if quantize else SMOOTH
+    return FAST_QUANTIZED if quantize else FAST
 
 
 def served_bank(bank: torch.Tensor, kind: str, role: str, numbers: Numbers) -> torch.Tensor:
@@ -241,8 +267,8 @@ def served_bank(bank: torch.Tensor, kind: str, role: str, numbers: Numbers) -> t
     if numbers.activation == torch.float32 and not numbers.quantize:
         return bank
     if not numbers.quantize or kind == "bf16":
-        return bank.to(torch.bfloat16)
-    return quant.straight_through(bank, rounded(bank, kind))
+        return bank.to(torch.bfloat16).to(numbers.activation)
+    return quant.straight_through(bank, rounded(bank, kind).to(numbers.activation))
 
 
 def rounded(weight: torch.Tensor, kind: str) -> torch.Tensor:

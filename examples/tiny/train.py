@@ -4,7 +4,8 @@
 
 Stage 1 attends densely to window and compressed entries while the indexers learn from the attention; stage 2 attends
 to the indexers' choice; stage 3 also rounds weights, activations and keys to the checkpoint's formats. Stages and
-learning rate follow the spent share of the budget. STATE.pt is written every two minutes and at the end; if it exists,
+learning rate follow the spent share of the budget. With `--start CHECKPOINT` training continues from a checkpoint that
+`export.py` wrote, rounded all the way. STATE.pt is written every two minutes and at the end; if it exists,
 training goes on from there. `draft_train.py`, `calibrate.py` and `export.py` read it.
 """
 
@@ -23,14 +24,17 @@ import numpy as np
 import torch
 from model_config import OVERRIDES, tiny_config
 from model_tiny import TinyModel
-from model_weights import FAST, FAST_QUANTIZED, Numbers, Weights, initial, serve
+from model_weights import Weights, checkpoint_reader, initial, quick, serve
 from train_data import Batch, Part, Windows
 from train_state import Clock, Snapshots, Trainer
 
 PEAK = 2e-3
 WARMUP = 100
 SEED = 41
+LOG = "train_log.json"
+"""Beside the weights in a checkpoint's folder."""
 REAL_SHARE = {"v41-tiny-text": 0.45, "v41-tiny-ci": 0.2}
+CONTINUED_REAL_SHARE = {"v41-tiny-text": 0.35, "v41-tiny-ci": 0.15}
 LSE_WEIGHT = 1e-4
 REPORT_STEPS = 50
 
@@ -45,10 +49,6 @@ class Stage:
     select: bool
     quantize: bool
 
-    @property
-    def numbers(self) -> Numbers:
-        return FAST_QUANTIZED if self.quantize else FAST
-
 
 STAGES = (
     Stage("1 dense", 0.52, 512, False, False),
@@ -56,6 +56,11 @@ STAGES = (
     Stage("3 quantized", 0.96, 1024, True, True),
     Stage("3 long", 1.0, 2048, True, True),
 )
+CONTINUED = (
+    Stage("4 continued", 0.9, 1024, True, True),
+    Stage("4 long", 1.0, 2048, True, True),
+)
+"""Stages of a run that starts from a checkpoint."""
 TOY_STAGES = tuple(Stage(s.name, s.until, 16 * 2 ** min(i, 2), s.select, s.quantize) for i, s in enumerate(STAGES))
 """For tests: texts of 16 to 64 tokens."""
 
@@ -78,6 +83,8 @@ class Run:
     tokens: int
     stages: tuple[Stage, ...]
     records: list[dict[str, Any]]
+    earlier: int = 0
+    """how many of the records are of the run that the start came from"""
 
     def state(self) -> dict[str, Any]:
         return {
@@ -100,21 +107,27 @@ class Run:
 
 def make_run(
     name: str, classes: int, vocab_map: np.ndarray, part: Part, clock: Clock, tokens: int, device: str,
-    stages: tuple[Stage, ...] = STAGES, seed: int = SEED, compiled: bool = False, overrides: dict[str, Any] | None = None,
+    stages: tuple[Stage, ...] = STAGES, seed: int = SEED, compiled: bool = False,
+    overrides: dict[str, Any] | None = None, start: Path | None = None, peak: float = PEAK,
 ) -> Run:  # fmt: skip
-    """A run at its beginning. `overrides` change the configuration's text part (tests)."""
+    """A run at its beginning. `overrides` change the configuration's text part (tests); `start` is a checkpoint."""
     config = tiny_config(name, classes, overrides)
-    weights = Weights.read(config, initial(config, seed), device)
+    reader = initial(config, seed) if start is None else checkpoint_reader(start, config)
+    weights = Weights.read(config, reader, device)
     longest = max(stage.length for stage in stages)
     model = TinyModel(config, torch.from_numpy(vocab_map), device, longest, compiled)
-    trainer = Trainer(weights, "main", PEAK, WARMUP)
-    return Run(name, model, weights, trainer, Windows(part, REAL_SHARE[name], seed), clock, tokens, stages, [])
+    trainer = Trainer(weights, "main", peak, WARMUP)
+    records = [] if start is None else json.loads((start / LOG).read_text(encoding="utf-8"))["stages"]
+    shares = REAL_SHARE if start is None else CONTINUED_REAL_SHARE
+    windows = Windows(part, shares[name], seed + len(records))
+    return Run(name, model, weights, trainer, windows, clock, tokens, stages, records, len(records))
 
 
 def losses(run: Run, batch: Batch, stage: Stage) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """(what is minimised, weighted cross-entropy, expert loads) of a batch."""
-    w = serve(run.weights, stage.numbers, "main")
-    result = run.model.forward(w, batch.inputs, stage.numbers, stage.select, learn_index=True)
+    numbers = quick(run.model.device, stage.quantize)
+    w = serve(run.weights, numbers, "main")
+    result = run.model.forward(w, batch.inputs, numbers, stage.select, learn_index=True)
     nll, lse = run.model.kernels.token_losses(result.normed, w["head"], batch.targets.flatten())
     weights = batch.weights.flatten()
     entropy = (nll * weights).sum() / weights.sum().clamp_min(1)
@@ -138,9 +151,8 @@ def train(run: Run, snapshots: Snapshots, until: float = 1.0) -> None:
     run.clock.start()
     recent: list[torch.Tensor] = []
     while run.clock.fraction < until:
-        index = stage_at(run.stages, run.clock.fraction)
-        stage = run.stages[index]
-        if len(run.records) <= index:
+        stage = run.stages[stage_at(run.stages, run.clock.fraction)]
+        if len(run.records) == run.earlier or run.records[-1]["name"] != stage.name:
             run.records.append(new_record(stage, run.tokens // stage.length))
             recent = []
         before = run.clock.spent
@@ -149,7 +161,7 @@ def train(run: Run, snapshots: Snapshots, until: float = 1.0) -> None:
         report = run.clock.step % REPORT_STEPS == 0
         mean = torch.stack(recent).mean(0).tolist() if report else None  # waits for the device
         run.clock.tick()
-        note_step(run.records[index], run.clock.spent - before, rate, run.tokens // stage.length * stage.length, mean)
+        note_step(run.records[-1], run.clock.spent - before, rate, run.tokens // stage.length * stage.length, mean)
         if mean is not None:
             say(run, stage, mean, rate)
         if snapshots.due():
@@ -198,6 +210,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=65536, help="tokens of a batch")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--start", type=Path, help="checkpoint to continue from")
+    parser.add_argument("--peak", type=float, default=PEAK, help="highest learning rate")
     parser.add_argument("--save-seconds", type=float, default=120)
     return parser.parse_args(argv)
 
@@ -211,7 +225,7 @@ def open_run(args: argparse.Namespace) -> Run:
     vocab_map = np.load(args.vocab_map)
     return make_run(
         args.model, described["engram_compressed_vocab_size"], vocab_map, part, clock, args.tokens, args.device,
-        compiled=args.compile,
+        STAGES if args.start is None else CONTINUED, compiled=args.compile, start=args.start, peak=args.peak,
     )  # fmt: skip
 
 

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import torch
 from calibrate import report
-from draft_train import add_samples, frozen, make_draft_run, train_draft
+from draft_train import add_samples, frozen, keep_results, make_draft_run, train_draft
 from export import TOKENIZER_FILES, write
-from train import arguments, open_run, train
+from train import LOG, arguments, open_run, train
 from train_data import Part
 from train_state import Clock, Snapshots
 
@@ -31,6 +31,7 @@ def more_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--draft-steps", type=int)
     parser.add_argument("--draft-length", type=int, default=1024)
     parser.add_argument("--sample-seconds", type=float, default=0.0)
+    parser.add_argument("--keep-tokens", type=int, default=0, help="run the backbone once over that many tokens")
     parser.add_argument("--batches", type=int, default=4, help="batches of anchors a segment in the calibration")
     parser.add_argument("--tokenizer", type=Path, help="folder whose tokenizer files go into the checkpoint")
     parser.add_argument("--out", type=Path, required=True)
@@ -42,7 +43,8 @@ def more_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     args = more_arguments(argv)
     run, snapshots = open_run(args), Snapshots(args.state, args.save_seconds, time.monotonic())
-    draft = make_draft_run(run, Clock(args.draft_seconds, args.draft_steps), args.draft_length)
+    earlier = None if args.start is None else json.loads((args.start / LOG).read_text(encoding="utf-8"))["draft"]
+    draft = make_draft_run(run, Clock(args.draft_seconds, args.draft_steps), args.draft_length, earlier)
     state = snapshots.load()
     if state is not None:
         draft.load(state)
@@ -51,13 +53,15 @@ def main(argv: list[str] | None = None) -> int:
         train(run, snapshots)
     if args.sample_seconds and draft.sampled is None:
         add_samples(draft, frozen(run), args.sample_seconds)
+    if args.keep_tokens:
+        keep_results(draft, frozen(run), args.keep_tokens)
     if draft.clock.fraction < 1:
         train_draft(draft, snapshots)
     write(run.weights, run.model.config, args.out)
     for name in TOKENIZER_FILES if args.tokenizer else ():
         shutil.copyfile(args.tokenizer / name, args.out / name)
     with torch.no_grad():
-        log = report(draft, Part.read(args.data, "valid", args.device), args.data, args.draft_length, args.batches)
+        log = report(draft, Part.read(args.data, "valid", args.device), args.data, args.batches, start=args.start)
     args.log.write_text(json.dumps(log, indent=1) + "\n", encoding="utf-8")
     print(f"wrote {args.out} and {args.log}", flush=True)
     return 0

@@ -16,7 +16,7 @@ LEARNING_RATE = {"matrix": 1.0, "vector": 1.0, "indexer": 1.0, "embedding": 2.0,
 """Factor on the peak learning rate by role; router biases are not trained by gradients."""
 DECAY = {"matrix": 0.1}
 BIAS_STEP = 1e-3
-FLOOR = 0.1
+FLOOR = 0.05
 """Last learning rate as a share of the peak."""
 
 
@@ -47,7 +47,7 @@ class Clock:
     @property
     def fraction(self) -> float:
         if self.steps is not None:
-            return self.step / self.steps
+            return self.step / self.steps if self.steps else 1.0
         running = 0 if self._since is None else time.monotonic() - self._since
         return (self.spent + running) / self.seconds
 
