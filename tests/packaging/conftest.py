@@ -179,13 +179,13 @@ class Environment:
 
     def run(self, *command: str | Path, cwd: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
         """Run a program of the environment, with these variables and a bare minimum of others."""
-        kept = {name: os.environ[name] for name in ("OMP_NUM_THREADS", "LANG", "TMPDIR") if name in os.environ}
+        kept = {name: os.environ[name] for name in ("OMP_NUM_THREADS", "GOMP_SPINCOUNT", "LANG", "TMPDIR") if name in os.environ}
         own = {"PATH": f"{self.folder / 'bin'}:/usr/local/bin:/usr/bin:/bin", "HOME": str(self.home)}
         offline = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PIP_NO_INDEX": "1"}
         return subprocess.run(
             [str(self.folder / "bin" / command[0]) if (self.folder / "bin" / command[0]).exists() else command[0],
              *map(str, command[1:])],
-            cwd=cwd or self.home, env=kept | own | offline | variables, capture_output=True, text=True, timeout=300,
+            cwd=cwd or self.home, env=kept | own | offline | variables, capture_output=True, text=True, timeout=900,
         )  # fmt: skip
 
     def deepinfer(self, *arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
