@@ -203,32 +203,20 @@ prepare() { # KIND
 # --- commands -------------------------------------------------------------------------------------------------------
 
 # Prints the directory of a random checkpoint in the published format, made once for each version of its writer.
-demo_checkpoint() {
-  local key directory
-  key=$("$python" - "$root" <<'PY'
-import hashlib, pathlib, sys
-root = pathlib.Path(sys.argv[1], "deepinfer-core/src/deepinfer")
-sources = sorted([*root.glob("testing/**/*.py"), *root.glob("models/**/*.json"), *root.glob("models/**/manifest.py")])
-print(hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12])
-PY
-  )
-  directory=$root/build/checkpoints/tiny-$key
-  if [ ! -d "$directory" ]; then
-    say "making a tiny random checkpoint in $directory: its answers are noise, every step is real" >&2
-    rm -rf "$directory.part"
-    "$python" -m deepinfer make-checkpoint --config tiny --out "$directory.part" >/dev/null
-    mv "$directory.part" "$directory"
-  fi
-  echo "$directory"
-}
-
 demo() {
-  local model=(--model "${DEEPINFER_HF_MODEL_DIR:-}")
   case " $* " in
-    *" --model "* | *" --model="*) model=() ;;
-    *) [ -n "${model[1]}" ] || model[1]=$(demo_checkpoint) ;;
+    *" --model "* | *" --model="*) ;;
+    *)
+      if [ -n "${DEEPINFER_HF_MODEL_DIR:-}" ]; then
+        set -- --model "$DEEPINFER_HF_MODEL_DIR" "$@"
+      else
+        set -- --model "$root/examples/tiny/checkpoints/v41-tiny-text" --temperature 0 --max-tokens 60 "$@" \
+          "It was a sunny morning and Kate walked to the park." \
+          "Text: Paul is 9 years old, lives near the forest and owns cup, kite, ball."$'\n'"JSON:" \
+          "date 7 March 2019 ->" "25+48=" "The function returns"
+      fi ;;
   esac
-  DEEPINFER_ACCELERATOR=$backend exec "$python" "$root/examples/offline_inference.py" ${model[@]+"${model[@]}"} "$@"
+  DEEPINFER_ACCELERATOR=$backend exec "$python" "$root/examples/offline_inference.py" "$@"
 }
 
 case "${1:-}" in

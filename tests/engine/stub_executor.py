@@ -40,8 +40,14 @@ def digest(history: Sequence[int], *salt: int) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
-def pick(history: Sequence[int], vocab: int, stream: int, banned: Sequence[int] = ()) -> tuple[int, float]:
-    """(token, logprob) after `history`; `stream` is 0 for greedy, else the seed."""
+def pick(
+    history: Sequence[int], vocab: int, stream: int, banned: Sequence[int] = (), allowed: Sequence[int] | None = None
+) -> tuple[int, float]:
+    """(token, logprob) after `history`, one of `allowed` (None = all); `stream` is 0 for greedy, else the seed."""
+    if allowed is not None:
+        number, left = digest(history, stream & (2**62 - 1)), [token for token in allowed if token not in banned]
+        assert left, "everything is banned"
+        return left[number % len(left)], -float(number % 1009) / 128
     for attempt in range(1000):
         number = digest(history, stream & (2**62 - 1), attempt)
         if number % vocab not in banned:
@@ -157,9 +163,17 @@ class StubExecutor:
             batch = batch.narrowed(1 + np.minimum(batch.choose(confidences), batch.q_lens - 1))
         self._check_shapes(batch)
         self.batches.append(batch)
+        if batch.masks is not None:
+            batch.sampling.allowed_mask = batch.masks.result()
         run = self._prefill if batch.kind == "prefill" else self._decode
         result = run(batch)
         return SimpleNamespace(result=lambda: result)
+
+    def pick(
+        self, history: Sequence[int], stream: int, banned: Sequence[int] = (), allowed: Sequence[int] | None = None
+    ) -> tuple[int, float]:
+        """What the model says after `history`, as the function `pick`."""
+        return pick(history, self.vocab, stream, banned, allowed)
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
@@ -234,7 +248,7 @@ class StubExecutor:
             return []
         truth, history = [], [*state.tokens, state.newest]
         while len(truth) < self.num_drafts:
-            truth.append(pick(history + truth, self.vocab, rows.stream)[0])
+            truth.append(self.pick(history + truth, rows.stream)[0])
         state.drafts = self.script(history, truth)
         return state.drafts
 
@@ -345,12 +359,20 @@ class _Rows:
         row, sampling, executor = len(self.picked), self.sampling, self.executor
         self.stream = int(sampling.seed[row]) if sampling.temperature[row] > 1e-4 else 0
         banned, golden = self._rules(row, len(history))
-        token, logprob = pick(history, executor.vocab, self.stream, banned)
+        token, logprob = executor.pick(history, self.stream, banned, self._allowed(row))
         token = golden if golden >= 0 else token
         token = POISON if POISON in history else token
         self.errors.append(executor.refuse(history) if executor.refuse is not None else None)
         self.picked.append((-1, 0.0) if self.errors[-1] else (token, logprob))
         return self.picked[-1][0]
+
+    def _allowed(self, row: int) -> list[int] | None:
+        """Ids that a mask leaves to a row, None without masks."""
+        masks = self.sampling.allowed_mask
+        if masks is None or (masks[row] == -1).all():
+            return None
+        bits = np.unpackbits(masks[row].view(np.uint8), bitorder="little")[: self.executor.vocab]
+        return np.flatnonzero(bits).tolist()
 
     def _rules(self, row: int, position: int) -> tuple[list[int], int]:
         """Ids that are impossible at a position, and the forced one."""

@@ -81,7 +81,7 @@ def test_bad_token_ids_fail_alone_and_by_name(token_ids, names):
         ({"max_tokens": 1.5}, ["max_tokens"]),
         ({"stop_token_ids": [VOCAB]}, ["stop_token_ids", str(VOCAB)]),
         ({"golden_token_ids": [3, VOCAB + 1]}, ["golden_token_ids", str(VOCAB + 1)]),
-        ({"so_args": {"schema_type": "regex", "schema": "a"}}, ["structured output", "not available"]),
+        ({"so_args": {"schema_type": "regex", "schema": "a"}}, ["structured output", "tokenizer"]),
         ({"stop": ["x"]}, ["tokenizer"]),
         (7, ["sampling_params", "int"]),
     ],

@@ -11,6 +11,7 @@ import pytest
 
 from deepinfer.errors import RequestError
 from deepinfer.sampling_params import SamplingParams
+from deepinfer.so_args import StructuredOutput
 
 WRONG = [
     ("top_k", 0.4, TypeError),
@@ -139,6 +140,12 @@ SO_WRONG = [
     ({"schema_type": "json", "schema": "{}", "trigger_token_ids": [1], "bound_token_id": -3}, "bound_token_id"),
     ({"schema_type": "json", "schema": "{}", "serialized": True}, "serialized"),
     ({"schema_type": "json", "schema": "{}", "bound_token_ids": [3]}, "did you mean 'bound_token_id'"),
+    ({"schema_type": "json", "schema": "\ud800"}, "Unicode"),
+    ({"schema_type": "json", "schema": {"a": float("nan")}}, "JSON"),
+    ({"schema_type": "json_object", "schema": "{}"}, "json_object"),
+    ({"schema_type": "choice", "schema": []}, "at least one"),
+    ({"schema_type": "json", "schema": "{}", "whitespace": "some"}, "whitespace"),
+    ({"schema_type": "regex", "schema": "a", "whitespace": "any"}, "JSON only"),
 ]
 
 
@@ -156,7 +163,19 @@ def test_structured_output_types_and_copy():
     schema = {"type": "object"}
     params = SamplingParams(so_args={"schema_type": "json", "schema": schema})
     schema["type"] = "array"
-    assert params.so_args["schema"] == {"type": "object"}
+    assert params.structured.schema == '{"type": "object"}'
+
+
+def test_structured_output_round_trip():
+    so_args = {"schema_type": "json", "schema": "{}", "trigger_token_ids": [4, 5], "bound_token_id": 6}
+    params = SamplingParams(so_args=so_args | {"whitespace": "any"})
+    assert params.so_args == StructuredOutput.json({}, trigger_token_ids=[4, 5], bound_token_id=6, whitespace="any")
+    assert SamplingParams.from_dict(params.to_dict()) == params
+    assert (
+        SamplingParams.from_dict(SamplingParams(so_args={"schema_type": "json_object"}).to_dict()).so_args.schema
+        is None
+    )
+    assert SamplingParams(so_args=StructuredOutput.choice(["a", "b"])).structured.schema == ("a", "b")
 
 
 def test_module_does_not_import_torch_or_numpy():

@@ -157,13 +157,24 @@ class Settings:
     engram_force_gpu_storage: bool = _later(False, BOOL, _PAR, "Engram tables in device instead of host memory")
 
     # structured output
-    xgrammar_debug: bool = _later(False, BOOL, _SO, "log the grammar compiler's decisions")
-    xgrammar_timeout: float = _later(20.0, number(0), _SO, "time to compile a grammar", "s")
-    xgrammar_disable_cache: bool = _later(False, BOOL, _SO, "compile every grammar anew")
-    xgrammar_cache_limit_bytes: int = _later(
-        10 * _GIB, integer(), _SO, "cache of compiled grammars; <= 0 none", "bytes"
+    so_engine: str = _setting("xgrammar", TEXT, _SO, "grammar engine: xgrammar, an installed one, or module:factory")
+    so_whitespace: str = _setting(
+        "bounded",
+        choice("bounded", "none", "any"),
+        _SO,
+        "white space between elements of JSON, unless a request says; bounded = at most 12 characters in a row",
     )
-    so_builder_cpus: int = _later(4, integer(1), _SO, "threads that compile grammars", "threads")
+    so_builder_cpus: int = _setting(
+        4, integer(1), _SO, "processes that compile grammars, at most one a core", "processes"
+    )
+    so_max_schema_bytes: int = _setting(1 << 18, integer(1), _SO, "longest schema, expression or grammar", "bytes")
+    so_max_schema_depth: int = _setting(128, integer(1), _SO, "most brackets within brackets in one", "brackets")
+    xgrammar_timeout: float = _setting(20.0, number(0), _SO, "time to compile a grammar", "s")
+    xgrammar_disable_cache: bool = _setting(False, BOOL, _SO, "compile every grammar anew")
+    xgrammar_cache_limit_bytes: int = _setting(
+        10 * _GIB, integer(), _SO, "memory for compiled grammars that are kept; <= 0 none", "bytes"
+    )
+    xgrammar_debug: bool = _later(False, BOOL, _SO, "log the grammar compiler's decisions")
 
     # graphs
     enforce_eager: bool = _later(False, BOOL, _GRAPH, "run the main model without captured graphs")

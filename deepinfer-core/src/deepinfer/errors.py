@@ -44,6 +44,10 @@ class RequestError(DeepInferError, ValueError):
     """A request is wrong; it ends with this as its `error` and harms no other request."""
 
 
+class StructuredOutputError(RequestError):
+    """The form a request asks for cannot be compiled, or its output could not go on within it."""
+
+
 class EngineError(DeepInferError):
     """The engine could not go on: a step failed (the cause is chained) or it is closed.
 

@@ -10,11 +10,11 @@ import difflib
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from deepinfer.errors import RequestError
+from deepinfer.so_args import StructuredOutput
 
 GREEDY_TEMPERATURE = 1e-4
 """A temperature up to this value is greedy: the lowest-numbered of the largest logits, no randomness at all."""
@@ -23,9 +23,6 @@ MAX_TOP_LOGPROBS = 1000
 INT32_MAX = 2**31 - 1
 UINT64_MAX = 2**64 - 1
 FLOAT32_MAX = 3.4028234663852886e38
-
-_SO_KEYS = ("schema_type", "schema", "trigger_token_ids", "bound_token_id")
-_SO_SCHEMA_TYPES = ("json", "regex", "ebnf")
 
 
 @dataclass(frozen=True)
@@ -47,8 +44,8 @@ class SamplingParams:
     first_n_token_no_eos
                      end-of-sequence tokens are impossible among the first n generated tokens.
     eos_id           accepted for compatibility; the engine uses the tokenizer's own end tokens.
-    so_args          structured output: {"schema_type": "json"|"regex"|"ebnf", "schema": str or, for json, a mapping,
-                     "trigger_token_ids": [int, ...] optional, "bound_token_id": int optional, needs a trigger}.
+    so_args          structured output: a `StructuredOutput`, or a mapping of its fields, e.g.
+                     {"schema_type": "json", "schema": {"type": "object", ...}}.
     golden_token_ids forced output: entry k is emitted as generated token k; -1 leaves it free. Logprobs stay the
                      model's.
     seq_seed         0 .. 2^64-1, the seed of the request's random stream; out of range is an error. None = a seed of
@@ -72,7 +69,7 @@ class SamplingParams:
     top_logprobs: int = 0
     first_n_token_no_eos: int = 0
     eos_id: int = 0
-    so_args: Mapping[str, Any] | None = None
+    so_args: StructuredOutput | Mapping[str, Any] | None = None
     golden_token_ids: Sequence[int] | None = None
     seq_seed: int | None = None
     stop: Sequence[str] | str = ()
@@ -92,7 +89,7 @@ class SamplingParams:
         self._store("top_logprobs", _integer("top_logprobs", self.top_logprobs, 0, MAX_TOP_LOGPROBS))
         for name in ("first_n_token_no_eos", "eos_id", "min_tokens"):
             self._store(name, _integer(name, getattr(self, name), 0, INT32_MAX))
-        self._store("so_args", _structured(self.so_args))
+        self._store("so_args", StructuredOutput.of(self.so_args))
         if self.golden_token_ids is not None:
             self._store("golden_token_ids", _integers("golden_token_ids", self.golden_token_ids, low=-1))
         if self.seq_seed is not None:
@@ -116,7 +113,14 @@ class SamplingParams:
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, `from_dict(to_dict())` gives an equal object."""
-        return asdict(self)
+        structured = self.structured
+        return asdict(self) | {"so_args": None if structured is None else structured.to_dict()}
+
+    @property
+    def structured(self) -> StructuredOutput | None:
+        """`so_args` as it is stored."""
+        assert self.so_args is None or isinstance(self.so_args, StructuredOutput)
+        return self.so_args
 
     @property
     def greedy(self) -> bool:
@@ -224,33 +228,3 @@ def _strings(name: str, values: Any) -> tuple[str, ...]:
         if not text:
             raise RequestError(f"{name}[{i}]='' is empty; it would end every text at once")
     return strings
-
-
-def _structured(so_args: Any) -> dict[str, Any] | None:
-    """Check the shape of a structured-output request, not the schema itself; returns a private copy."""
-    if so_args is None:
-        return None
-    if not isinstance(so_args, Mapping):
-        raise TypeError(f"so_args={so_args!r} must be a mapping or None, not {type(so_args).__name__}")
-    for key in so_args:
-        if key not in _SO_KEYS:
-            raise RequestError(f"so_args: unknown key {key!r}{_nearest(key, _SO_KEYS)}")
-    kind = so_args.get("schema_type")
-    if kind not in _SO_SCHEMA_TYPES:
-        raise RequestError(f"so_args['schema_type']={kind!r}, expected one of {', '.join(_SO_SCHEMA_TYPES)}")
-    _check_schema(kind, so_args.get("schema"))
-    trigger = so_args.get("trigger_token_ids")
-    if trigger is not None and not _integers("so_args['trigger_token_ids']", trigger, low=0):
-        raise RequestError("so_args['trigger_token_ids'] is empty; leave it out to constrain from the first token")
-    if so_args.get("bound_token_id") is not None:
-        _integer("so_args['bound_token_id']", so_args["bound_token_id"], 0, INT32_MAX)
-        if trigger is None:
-            raise RequestError("so_args['bound_token_id'] needs so_args['trigger_token_ids']")
-    return deepcopy(dict(so_args))
-
-
-def _check_schema(kind: str, schema: Any) -> None:
-    if schema is None:
-        raise RequestError("so_args['schema'] is missing")
-    if not isinstance(schema, str) and not (kind == "json" and isinstance(schema, Mapping)):
-        raise TypeError(f"so_args['schema'] of type {kind!r} must be a string, not {type(schema).__name__}")

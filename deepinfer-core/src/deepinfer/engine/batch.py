@@ -93,6 +93,7 @@ class SlotTable:
     ignore_eos   bool   end tokens do not end the request
     watched      bool   stop ids or stop strings to look for
     forced       bool   golden tokens to apply
+    constrained  bool   the output has a form, whose masks also say when end tokens may come
     drafted      bool   the last launched step proposes drafts
     confidences  float32 [slots, N]  of the latest drafts that are committed, NaN = none
     record       float64 [slots, N]  running share of accepted drafts by position, NaN = none verified yet
@@ -119,6 +120,7 @@ class SlotTable:
         self.ignore_eos = column(np.bool_)
         self.watched = column(np.bool_)
         self.forced = column(np.bool_)
+        self.constrained = column(np.bool_)
         self.drafted = column(np.bool_)
         self.confidences = column(np.float32, num_drafts)
         self.record = column(np.float64, num_drafts)
@@ -142,7 +144,9 @@ class SlotTable:
         self.drafted[slot] = False
         self.confidences[slot] = self.record[slot] = np.nan
         self.max_len[slot] = seq.max_len
-        self.eos_from[slot] = seq.prompt_len + max(params.first_n_token_no_eos, params.min_tokens)
+        self.constrained[slot] = seq.constraint is not None
+        eos_from = seq.prompt_len + max(params.first_n_token_no_eos, params.min_tokens)
+        self.eos_from[slot] = 0 if seq.constraint is not None else eos_from
         self.ignore_eos[slot] = params.ignore_eos
         self.watched[slot] = seq.stops is not None or bool(params.stop_token_ids)
         self.forced[slot] = params.golden_token_ids is not None

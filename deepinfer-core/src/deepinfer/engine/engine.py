@@ -29,6 +29,7 @@ from deepinfer.config import EngineConfig
 from deepinfer.engine.admission import Admission, Ask
 from deepinfer.engine.batch import StepPlan, build_batch
 from deepinfer.engine.collector import CollectorPause
+from deepinfer.engine.grammars import GrammarDesk
 from deepinfer.engine.output import RequestOutput
 from deepinfer.engine.policy import AlternationPolicy, RequestOrder, StepPolicy
 from deepinfer.engine.report import finished_output, refused_output
@@ -41,6 +42,7 @@ from deepinfer.engine.step import commit_rows
 from deepinfer.errors import ConfigError, EngineError, RequestError
 from deepinfer.runner.inputs import CacheCapacity, Executor, StepBatch, StepHandle
 from deepinfer.speculate.schedule import ConfidenceSchedule, FixedSchedule, VerificationSchedule
+from deepinfer.structured.builder import GrammarBuilder
 
 logger = logging.getLogger("deepinfer.engine")
 
@@ -68,6 +70,7 @@ class Engine:
     policy     prefill/decode alternation; None = the default
     order      which waiting request goes first; None = by priority, then by arrival
     clock      seconds, monotonic
+    grammars   compiles what `so_args` ask for; None: such requests are refused
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class Engine:
         policy: StepPolicy | None = None,
         order: RequestOrder | None = None,
         clock: Callable[[], float] = time.monotonic,
+        grammars: GrammarBuilder | None = None,
     ) -> None:
         assert config.max_model_len is not None, "resolve() the config first"
         capacity = executor.capacity
@@ -93,6 +97,7 @@ class Engine:
         self._drafts = DraftBooks(self.scheduler.table, self.scheduler.schedule, drafts) if drafts else None
         self.stats.speculation = None if self._drafts is None else self._drafts.stats
         self._admission = Admission(config, capacity, tokenizer, model, clock)
+        self._grammars = GrammarDesk(grammars, config.settings.so_whitespace)
         self._executor = executor
         self._clock = clock
         self._eos_ids = np.array(model.eos_ids, dtype=np.int64)
@@ -123,11 +128,14 @@ class Engine:
         ask = Ask(**fields) if ask is None else ask
         try:
             seq = self._admission.admit(ask, number, request_id)
+            if seq.request.params.so_args is not None:
+                self._grammars.add(seq)
         except RequestError as error:
             self._add_output(refused_output(request_id, ask.prompt, error, self._clock()))
             return request_id
         self._live[request_id] = seq
-        self.scheduler.add(seq)
+        if seq.request.params.so_args is None:
+            self.scheduler.add(seq)
         return request_id
 
     def abort_request(self, request_ids: str | Iterable[str]) -> list[str]:
@@ -162,6 +170,7 @@ class Engine:
             self._closed = True
             self.abort_request(list(self._live))
             self._collector.release()
+            self._grammars.close()
             self._executor.close()
 
     # --- the step loop -----------------------------------------------------------------------------------------------
@@ -176,10 +185,13 @@ class Engine:
             raise EngineError("the engine is closed")
         began, blocked = self._clock(), self.stats.blocked_seconds
         try:
+            self._take_compiled()
             while len(self._in_flight) < self._depth and (plan := self._plan()) is not None:
                 self._in_flight.append(self._launch(plan))
             if self._in_flight:
                 self._commit(self._in_flight.popleft())
+            elif self._grammars:
+                self._grammars.wait()
             else:
                 assert not self._live, "requests are waiting, but nothing can be planned"
             if not self._live:
@@ -196,6 +208,14 @@ class Engine:
         """Results nobody has taken yet."""
         outputs, self._outputs = self._outputs, []
         return outputs
+
+    def _take_compiled(self) -> None:
+        """Queue the requests whose grammar is ready, end those whose grammar failed."""
+        for seq in self._grammars.take_ready():
+            if seq.finished:
+                self._report(seq)
+            else:
+                self.scheduler.add(seq)
 
     def _plan(self) -> StepPlan | None:
         plan = self.scheduler.plan()
@@ -214,6 +234,9 @@ class Engine:
         if plan.restores:
             self._executor.copy_slots(plan.restores)
         batch = build_batch(plan, self.scheduler.table, self._num_launched)
+        batch.masks = self._grammars.masks(plan, self.scheduler.table)
+        if batch.masks is not None and not self._in_flight:
+            batch.masks.open()
         launch_time = self._clock()
         handle = self._executor.launch(batch)
         if plan.captures:
@@ -232,6 +255,9 @@ class Engine:
         ended = commit_rows(plan, result, self.scheduler.table, self._eos_ids, now)
         if self._drafts is not None:
             self._drafts.commit(plan, result, before)
+            self._grammars.note_drafts(plan, result, self.scheduler.table)
+        if self._in_flight and self._in_flight[0].batch.masks is not None:
+            self._in_flight[0].batch.masks.open()
         self.scheduler.complete(plan, plan.q_lens if result.accepted is None else result.accepted + 1)
         self.stats.add_step(plan, result, now - step.launch_time, step.follows)
         for seq in ended:
@@ -241,6 +267,7 @@ class Engine:
 
     def _end(self, seq: Sequence) -> None:
         """A sequence has finished: give its memory back and report it."""
+        self._grammars.discard(seq)
         self.scheduler.remove(seq)
         self._report(seq)
 

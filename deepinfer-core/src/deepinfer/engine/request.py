@@ -116,15 +116,17 @@ def check_support(params: SamplingParams, multi_modal_data: Any, model: ModelInf
     """Refuse what this model or this build cannot do."""
     if _has_images(multi_modal_data):
         raise RequestError("multi_modal_data: vision input is not available in this version; remove the images")
-    if params.so_args is not None:
-        raise RequestError("so_args: structured output is not available in this version; remove it")
     if params.prompt_logprobs and limits.truncated_prefill:
         raise RequestError(
             "prompt_logprobs needs every prompt row, but DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE drops or narrows them; "
             "set it to off"
         )
-    for name in ("golden_token_ids", "stop_token_ids"):
-        largest = max(getattr(params, name) or (), default=-1)
+    ids = {name: getattr(params, name) or () for name in ("golden_token_ids", "stop_token_ids")}
+    if (wanted := params.structured) is not None:
+        ids["so_args['trigger_token_ids']"] = wanted.trigger_token_ids
+        ids["so_args['bound_token_id']"] = () if wanted.bound_token_id is None else (wanted.bound_token_id,)
+    for name, values in ids.items():
+        largest = max(values, default=-1)
         if largest >= model.vocab_size:
             raise RequestError(f"{name}: id {largest} is outside the vocabulary, expected below {model.vocab_size}")
 

@@ -16,6 +16,7 @@ from deepinfer.engine.prefix import Hash, Snapshot
 from deepinfer.engine.request import Request
 from deepinfer.engine.text import StopStrings
 from deepinfer.errors import RequestError
+from deepinfer.structured.constraint import Constraint
 
 
 class Status(enum.Enum):
@@ -38,6 +39,7 @@ class Sequence:
     request          what was asked for
     max_len          tokens, prompt included, at which it ends with "length"
     stops            watcher of stop strings, None if there are none
+    constraint       where it stands in the form it has asked for, None if there is none; kept when it is preempted
     output_ids, logprobs, top_logprobs, sum_smaller_probs   one entry a generated token (None: not asked for)
     prompt_logprobs  float32 [prompt length], nan where not known yet; None if not asked for
     slot, blocks     memory it owns; slot 0 = none
@@ -52,6 +54,7 @@ class Sequence:
     request: Request
     max_len: int
     stops: StopStrings | None = None
+    constraint: Constraint | None = None
     status: Status = Status.WAITING
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)

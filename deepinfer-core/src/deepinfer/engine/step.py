@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from deepinfer.engine.batch import SlotTable, StepPlan
+from deepinfer.engine.grammars import refused
 from deepinfer.engine.output import TopLogprobs
 from deepinfer.engine.sequence import Sequence
 from deepinfer.errors import RequestError
@@ -52,6 +53,8 @@ def _commit_tokens(
     """One more token for each of these sequences that has not ended; returns those that end with it."""
     ended = []
     tokens = np.asarray(rows.token_ids)
+    if (constrained := np.flatnonzero(table.constrained[slots])).size:
+        refused(sequences, tokens, rows.error, constrained)
     suspects = _suspects(rows, table, slots, tokens, eos_ids)
     table.length[slots] += 1
     _append(sequences, rows, tokens)
@@ -75,8 +78,8 @@ def _record_scores(plan: StepPlan, result: StepResult) -> list[Sequence]:
     return failed
 
 
-# Why a row is looked at, as bits: an error, an end token, a watcher, the length.
-_ERROR, _EOS, _WATCHED, _LENGTH = 1, 2, 4, 8
+# Why a row is looked at, as bits: an error, an end token, a watcher, the length, a form the output has.
+_ERROR, _EOS, _WATCHED, _LENGTH, _FORM = 1, 2, 4, 8, 16
 
 
 def _suspects(
@@ -86,6 +89,7 @@ def _suspects(
     position = table.length[slots]  # of the new token
     is_eos = np.isin(tokens, eos_ids) & ~table.ignore_eos[slots] & (position >= table.eos_from[slots])
     suspects = is_eos * _EOS + table.watched[slots] * _WATCHED + (position + 1 >= table.max_len[slots]) * _LENGTH
+    suspects += table.constrained[slots] * _FORM
     for row, error in enumerate(rows.error):
         if error is not None:
             suspects[row] |= _ERROR
@@ -94,12 +98,16 @@ def _suspects(
 
 def _ends(seq: Sequence, suspect: int, token: int, error: str | None) -> bool:
     """Finish the sequence if its newest token ends it. An end token or stop rule goes before the length."""
+    constraint = seq.constraint if suspect & _FORM else None
     if suspect & _ERROR:
-        seq.finish("error", error=RequestError(f"no token could be sampled after {seq.length} tokens: {error}"))
+        cause = RequestError(f"no token could be sampled after {seq.length} tokens: {error}")
+        seq.finish("error", error=cause if constraint is None or constraint.error is None else constraint.error)
         return True
-    rule = seq.stop_rule(token) if suspect & _WATCHED else None
-    if suspect & _EOS:
-        seq.finish("stop")
+    complete = constraint is not None and constraint.terminated
+    watched = suspect & _WATCHED and not (complete and token not in seq.request.params.stop_token_ids)
+    rule = seq.stop_rule(token) if watched else None
+    if complete or suspect & _EOS:
+        seq.finish("stop", stop_reason=rule if complete else None)
     elif rule is not None:
         seq.finish("stop", stop_reason=rule)
     elif suspect & _LENGTH:

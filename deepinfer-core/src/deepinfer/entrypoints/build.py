@@ -15,6 +15,8 @@ from deepinfer.hooks import LoadedBackend, open_backend
 from deepinfer.hooks.trace import Wrapper
 from deepinfer.hub.chat import Renderer
 from deepinfer.hub.chat_encoder import chat_renderer
+from deepinfer.structured.builder import GrammarBuilder, Limits
+from deepinfer.structured.vocabulary import Vocabulary
 
 
 def build_engine(
@@ -33,4 +35,9 @@ def build_engine(
     config = config.resolve(files.config)
     renderer = chat_renderer(files.directory, config.trust_remote_code)
     info = ModelInfo(files.config.text.vocab_size, tuple(files.tokenizer.eos_ids), files.config.image_token_id)
-    return Engine(config, create_executor(config, backend, wrappers), files.tokenizer, info), renderer
+    settings, tokenizer = config.settings, files.tokenizer
+    grammars = GrammarBuilder(
+        lambda: Vocabulary.of(tokenizer, info.vocab_size), Limits.of(settings), settings.so_engine
+    )
+    executor = create_executor(config, backend, wrappers)
+    return Engine(config, executor, tokenizer, info, grammars=grammars), renderer

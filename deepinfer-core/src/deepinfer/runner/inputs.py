@@ -47,9 +47,16 @@ class CacheCapacity:
 class MaskSource(Protocol):
     """Grammar masks that depend on tokens of the step before, which the host knows only after committing it."""
 
-    def result(self) -> np.ndarray | None:
+    def result(self, rows: np.ndarray | None = None) -> np.ndarray | None:
         """int32 [R, ceil(V/32)] as `SamplingBatch.allowed_mask`, None = no restriction. May block until the engine has
-        committed the step before."""
+        committed the step before.
+
+        rows  int64 [R] the rows that are wanted, where the last ones of some sequences are not; None = all
+        """
+        ...
+
+    def open(self) -> None:
+        """The step before is committed."""
         ...
 
     def cancel(self) -> None:
@@ -62,12 +69,15 @@ class SomeMasks:
     """The masks of some rows, int64 [m] indices, of a source for more."""
 
     source: MaskSource
-    rows: np.ndarray
+    kept: np.ndarray
 
-    def result(self) -> np.ndarray | None:
+    def result(self, rows: np.ndarray | None = None) -> np.ndarray | None:
         """See `MaskSource`."""
-        masks = self.source.result()
-        return None if masks is None else masks[self.rows]
+        return self.source.result(self.kept if rows is None else self.kept[rows])
+
+    def open(self) -> None:
+        """See `MaskSource`."""
+        self.source.open()
 
     def cancel(self) -> None:
         """See `MaskSource`."""
