@@ -179,7 +179,8 @@ class Environment:
 
     def run(self, *command: str | Path, cwd: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
         """Run a program of the environment, with these variables and a bare minimum of others."""
-        kept = {name: os.environ[name] for name in ("OMP_NUM_THREADS", "GOMP_SPINCOUNT", "LANG", "TMPDIR") if name in os.environ}
+        names = ("OMP_NUM_THREADS", "GOMP_SPINCOUNT", "LANG", "TMPDIR")
+        kept = {name: os.environ[name] for name in names if name in os.environ}
         own = {"PATH": f"{self.folder / 'bin'}:/usr/local/bin:/usr/bin:/bin", "HOME": str(self.home)}
         offline = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PIP_NO_INDEX": "1"}
         return subprocess.run(

@@ -1,5 +1,5 @@
-"""Helpers: a vocabulary of single bytes and a few longer tokens, grammars compiled in this process, random walks, and an
-engine over the stub executor whose samples obey the masks."""
+"""Helpers: a vocabulary of single bytes and a few longer tokens, grammars compiled in this process, random walks, and
+an engine over the stub executor whose samples obey the masks."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ def matches(grammar: Grammar, text: str | bytes) -> bool:
 
 
 def walk(grammar: Grammar, source: random.Random, limit: int = 400, stop: float = 0.3) -> bytes | None:
-    """A random text of a grammar, None if it did not end within `limit` tokens. Prefers tokens that are seldom right."""
+    """A random text of a grammar, None if it did not end within `limit` tokens. Prefers tokens that are seldom
+    right."""
     state, ids = grammar.start(), []
     special = set(ids_of('"\\\n\t\0}],'))
     for _ in range(limit):

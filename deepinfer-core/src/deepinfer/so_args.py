@@ -88,7 +88,8 @@ class StructuredOutput:
 
     @classmethod
     def json(cls, schema: Any, **options: Any) -> StructuredOutput:
-        """Text that a JSON Schema accepts. schema: a mapping, text, or a class with `model_json_schema()` (Pydantic)."""
+        """Text that a JSON Schema accepts. schema: a mapping, text, or a class with `model_json_schema()`
+        (Pydantic)."""
         describe = getattr(schema, "model_json_schema", None)
         return cls("json", describe() if callable(describe) else schema, **options)
 

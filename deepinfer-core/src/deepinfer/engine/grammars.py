@@ -1,8 +1,8 @@
 """`GrammarDesk`: requests that wait for their grammar, and what a step has to know of the grammars of its sequences.
 
 The engine brings a new request with `so_args` here instead of to the scheduler, and takes it back once its grammar is
-compiled; a request that waits here holds nothing and delays nobody. Compiling is `structured.builder`, a request's state
-`structured.constraint`.
+compiled; a request that waits here holds nothing and delays nobody. Compiling is `structured.builder`, a request's
+state `structured.constraint`.
 """
 
 from __future__ import annotations

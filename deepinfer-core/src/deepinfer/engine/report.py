@@ -55,8 +55,6 @@ def _text(seq: Sequence, tokenizer: EngineTokenizer | None) -> str:
         return ""
     ids = seq.output_ids
     completed = seq.constraint is not None and seq.constraint.terminated  # by an end token that is no part of the form
-    if seq.stop_reason is not None and not params.include_stop_str_in_output:
-        ids = ids[:-1]
-    elif seq.stop_reason is None and completed:
+    if completed if seq.stop_reason is None else not params.include_stop_str_in_output:
         ids = ids[:-1]
     return tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)

@@ -299,7 +299,8 @@ def check_size(spec: GrammarSpec, limits: Limits) -> None:
     size = _source_bytes(spec)
     if size > limits.num_bytes:
         raise StructuredOutputError(
-            f"so_args['schema'] has {size} bytes, at most {limits.num_bytes} are allowed (DEEPINFER_SO_MAX_SCHEMA_BYTES)"
+            f"so_args['schema'] has {size} bytes, at most {limits.num_bytes} are allowed "
+            "(DEEPINFER_SO_MAX_SCHEMA_BYTES)"
         )
     depth = nesting_depth(spec.source) if isinstance(spec.source, str) else 0
     if depth > limits.depth:

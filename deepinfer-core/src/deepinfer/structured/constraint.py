@@ -2,7 +2,8 @@
 
 It goes through phases: free text until the trigger has been generated, the trigger itself where the bound token forces
 it, and text of the grammar until an end token completes it. The commit of a step feeds it every token of the request in
-order; before a row is sampled it says which tokens may come there, also after drafts that are not accepted yet. End tokens
+order; before a row is sampled it says which tokens may come there, also after drafts that are not accepted yet. End
+tokens
 before `min_tokens` are its business, too, since only it knows when nothing else is left. Knows no batch and no device.
 """
 

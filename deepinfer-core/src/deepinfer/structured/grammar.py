@@ -1,7 +1,8 @@
 """The interface between DeepInfer and a grammar engine, and how one is found by its name.
 
 A `GrammarCompiler` turns a `GrammarSpec` into bytes, in a process of its own; in the engine's process it loads those
-bytes as a `Grammar`, which any number of requests use at the same time, each with a `GrammarState`. xgrammar is built in;
+bytes as a `Grammar`, which any number of requests use at the same time, each with a `GrammarState`. xgrammar is built
+in;
 another engine is an entry point of the group `deepinfer.grammars` or named as `module:factory`, where the factory takes
 a `Vocabulary`.
 """
@@ -46,8 +47,8 @@ class GrammarState(Protocol):
         ...
 
     def fill_mask(self, row: np.ndarray) -> None:
-        """Write the tokens that may come next to int32 [words]: bit `id % 32` of word `id // 32`. All zeros if there are
-        none. Not to be asked once the state is terminated."""
+        """Write the tokens that may come next to int32 [words]: bit `id % 32` of word `id // 32`. All zeros if there
+        are none. Not to be asked once the state is terminated."""
         ...
 
     def rollback(self, count: int) -> None:

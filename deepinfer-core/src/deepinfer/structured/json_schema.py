@@ -5,8 +5,8 @@ here only if every keyword in it is enforced (or says nothing about validity), s
 can be taken for validated. `prepared` also writes the schema out where engines read it differently from the standard
 (2020-12): arrays without `items`, required properties that are not listed, `type` beside `enum`, patterns.
 
-Stricter than the standard, which leaves outputs valid: an object with `properties` is closed unless the schema opens it,
-properties come in the order of the schema, `pattern` matches the whole string. Called by compilers.
+Stricter than the standard, which leaves outputs valid: an object with `properties` is closed unless the schema opens
+it, properties come in the order of the schema, `pattern` matches the whole string. Called by compilers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`StepMasks`: the masks of one step, made between its forward and its sampling.
 
 A step may be launched before the one before it is committed, but its masks depend on the tokens of that one. So the
-engine hands the runner this promise, opens it after the commit, and the runner, with the forward on its way, asks for the
-result: the waiting and the work lie behind the forward. Implements `runner.inputs.MaskSource`.
+engine hands the runner this promise, opens it after the commit, and the runner, with the forward on its way, asks for
+the result: the waiting and the work lie behind the forward. Implements `runner.inputs.MaskSource`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from deepinfer.structured.constraint import ALL, Constraint
 
 @dataclass(frozen=True, slots=True)
 class ConstrainedRows:
-    """The rows of a step that belong to one request: `count` from `first` on, of them all but the last verify a draft."""
+    """The rows of a step that belong to one request: `count` from `first` on, of them all but the last verify a
+    draft."""
 
     constraint: Constraint
     first: int

@@ -1,6 +1,7 @@
 """`Vocabulary`: the tokens of a model as grammar engines see them: bytes, or nothing where a token is no text.
 
-Made once per engine, sent to the processes that compile. Special and added tokens, ids without a token, rows of the head
+Made once per engine, sent to the processes that compile. Special and added tokens, ids without a token, rows of the
+head
 beyond the tokenizer and tokens that no valid UTF-8 contains are no text and can never be part of an output that has a
 form. Knows no grammar.
 """

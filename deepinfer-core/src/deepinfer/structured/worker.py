@@ -1,8 +1,8 @@
 """The process that compiles grammars: `python -m deepinfer.structured.worker FD`.
 
-Started and, if need be, killed by `process.CompileProcess`, with which it shares a socket. It is told the grammar engine
-and the vocabulary once, then it answers every `(spec, seconds)` with `("done", bytes)` or `("wrong", message)`. Whatever
-a grammar does to it, time without end, all memory, a crash, happens here.
+Started and, if need be, killed by `process.CompileProcess`, with which it shares a socket. It is told the grammar
+engine and the vocabulary once, then it answers every `(spec, seconds)` with `("done", bytes)` or `("wrong", message)`.
+Whatever a grammar does to it, time without end, all memory, a crash, happens here.
 """
 
 from __future__ import annotations
