@@ -35,8 +35,12 @@ def test_bench_with_drafts_as_json(capsys):
 class Masks:
     cancelled = False
 
-    def result(self):
-        return np.arange(6, dtype=np.int32)[:, None]
+    def result(self, rows=None):
+        masks = np.arange(6, dtype=np.int32)[:, None]
+        return masks if rows is None else masks[rows]
+
+    def open(self) -> None:
+        pass
 
     def cancel(self) -> None:
         self.cancelled = True

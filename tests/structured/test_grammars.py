@@ -150,7 +150,7 @@ def test_so02_counts_beyond_all_reason():
 @pytest.mark.parametrize("text", ['{"enum":["在线","北京"]}', '{"enum":["\\u5728\\u7ebf","\\u5317\\u4eac"]}'])
 def test_so05_chinese_values_raw_and_escaped(text):
     grammar = json_grammar(text)
-    texts = {walk(grammar, random.Random(seed)).decode() for seed in range(20)}
+    texts = {walk(grammar, random.Random(seed)).decode().lstrip(" ") for seed in range(20)}
     assert texts == {'"在线"', '"北京"'}
 
 
@@ -254,7 +254,8 @@ def test_so13_white_space_policies():
         grammar = json_grammar(schema, policy)
         assert matches(grammar, "{" + " " * most + '"n":1}')
         assert matches(grammar, "{" + " " * (most + 1) + '"n":1}') == (policy == "any")
-        assert not matches(grammar, ' {"n":1}') and not matches(grammar, '{"n":1} ')
+        assert matches(grammar, ' {"n":1}') == (policy != "none")
+        assert not matches(grammar, '  {"n":1}') and not matches(grammar, '{"n":1} ')
 
 
 def test_no_special_token_and_no_broken_character_inside_a_string():
@@ -359,14 +360,16 @@ def test_rollback_restores_every_mask(seed, data):
     state, masks, ids = json_grammar(MUTUAL).start(), [], []
     for _ in range(25):
         options = [token for token in allowed(state) if token not in VOCABULARY.eos_ids]
+        if not options:  # the text is complete
+            break
         masks.append(allowed(state))
         ids.append(source.choice(options))
         assert state.accept(ids[-1])
-    back = data.draw(st.integers(0, 25))
+    back = data.draw(st.integers(0, len(ids)))
     state.rollback(back)
-    assert back == 0 or allowed(state) == masks[25 - back]
+    assert back == 0 or allowed(state) == masks[len(ids) - back]
     fresh = json_grammar(MUTUAL).start()
-    assert all(fresh.accept(token) for token in ids[: 25 - back])
+    assert all(fresh.accept(token) for token in ids[: len(ids) - back])
     assert allowed(fresh) == allowed(state)
 
 

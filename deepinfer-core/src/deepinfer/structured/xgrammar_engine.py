@@ -84,7 +84,8 @@ class XGrammarCompiler:
             strict_mode=True,
             max_whitespace_cnt=MOST_WHITESPACE if bounded else None,
         )
-        return compiler.compile_grammar(corrected(str(grammar)))
+        text = corrected(str(grammar))
+        return compiler.compile_grammar(text if spec.whitespace == "none" else with_leading_space(text))
 
     @cached_property
     def _library(self) -> Any:
@@ -176,6 +177,12 @@ def corrected(grammar: str) -> str:
     """
     grammar = _PIECE.sub(lambda piece: _COUNTED_RIGHT if piece[0] == _COUNTED else piece[0], grammar)
     return _OTHER_KEY.sub(lambda match: match[0].replace(_ESCAPE_IN_KEY, ""), grammar)
+
+
+def with_leading_space(grammar: str) -> str:
+    """The text of a grammar whose texts may begin with one blank: words of most vocabularies do, and a model that has
+    to begin without it continues with less likely text."""
+    return re.sub(r"(?m)^root ::= ", 'root ::= ("" | " ") ', grammar)
 
 
 @contextmanager
