@@ -37,7 +37,7 @@ class DoublesPlugin(NvidiaPlugin):
 def doubles() -> dict[str, object]:
     """{module the adapters import: double}; what has no double is missing."""
     found = {name: importlib.import_module(f"doubles.{name}") for name in LIBRARIES}
-    return {**found, "deep_ep": None, "humming": None, "tilelang": None}
+    return {**found, "deep_ep": None, "humming": None, "tilelang": None, "triton": None}
 
 
 def open_doubles(chip: Chip = B200, **modules: object):

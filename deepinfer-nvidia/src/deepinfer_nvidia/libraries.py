@@ -30,7 +30,8 @@ KNOWN: Mapping[str, tuple[str, str]] = {
     "deep_ep": ("expert dispatch and combine between ranks", SM100_EXTRA),
     "deep_select": ("top-k", SM100_EXTRA),
     "tile_kernels": ("quantizers, norms, mHC parts, gate, Engram", TILE_KERNELS),
-    "tilelang": ("compiler of this package's own kernels", "pip install 'tilelang>=0.1.15,<0.2'"),
+    "triton": ("compiler of this package's own kernels", "pip install 'triton>=3.6,<4' (torch's CUDA builds bring it)"),
+    "tilelang": ("compiler of tile_kernels", "pip install 'tilelang>=0.1.15,<0.2'"),
     "humming": ("grouped MXFP4 products on Hopper", SM90_EXTRA),
     "cuda.bindings.runtime": (
         "registered host memory, IPC, event nodes in graphs",

@@ -8,18 +8,17 @@ imported before an op group asks `problems` and finds none.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 from types import ModuleType
 
 import torch
 
+from deepinfer_nvidia.libraries import Libraries, Need
 
-def problems(device: torch.device) -> list[str]:
+
+def problems(device: torch.device, libraries: Libraries) -> list[str]:
     """Why no kernel of this package can run on tensors of `device`; empty if they can."""
-    found = []
-    if importlib.util.find_spec("triton") is None:
-        found.append("triton: not installed; it comes with torch's CUDA builds, or: pip install 'triton>=3.6,<4'")
+    found = libraries.missing(Need("triton"))
     if device.type != "cuda" and not interpreted():
         found.append(f"device={device.type}, allowed cuda (any device with TRITON_INTERPRET=1)")
     return found

@@ -21,7 +21,7 @@ class Attention(OnMachine, AttentionOps):
 
     def refuse(self, op: str, traits: ModelTraits) -> list[str]:
         """Device, numerics and the shapes the tiles are made for."""
-        reasons = [*kernels.problems(self.context.device), *numerics_problems(self.numerics)]
+        reasons = [*kernels.problems(self.context.device, self.machine.libraries), *numerics_problems(self.numerics)]
         if op in ("attention.cached", "attention.chunk"):
             reasons += power_of_two("head_dim", traits.head_dim, 64, 512)
             if self.machine.chip.major != 9:  # Triton 3.6 leaves an empty kernel there

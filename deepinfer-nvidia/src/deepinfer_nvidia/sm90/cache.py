@@ -17,7 +17,7 @@ class Cache(OnMachine, CacheOps):
 
     def refuse(self, op: str, traits: ModelTraits) -> list[str]:
         """Device, numerics and the shapes the tiles are made for."""
-        reasons = [*kernels.problems(self.context.device), *numerics_problems(self.numerics)]
+        reasons = [*kernels.problems(self.context.device, self.machine.libraries), *numerics_problems(self.numerics)]
         if op == "cache.store_window":
             reasons += power_of_two("head_dim", traits.head_dim, 64, 512)
         return reasons

@@ -21,7 +21,7 @@ class Gemm(OnMachine, GemmOps):
 
     def refuse(self, op: str, traits: ModelTraits) -> list[str]:
         """Device, numerics, and widths of whole groups of 32."""
-        reasons = [*kernels.problems(self.context.device), *numerics_problems(self.numerics)]
+        reasons = [*kernels.problems(self.context.device, self.machine.libraries), *numerics_problems(self.numerics)]
         if op in ("gemm.rms_norm_quantize", "gemm.swiglu_quantize"):
             reasons += multiple("hidden_size", traits.hidden_size, 32)
             reasons += multiple("moe_intermediate_size", traits.moe_intermediate_size, 32)
