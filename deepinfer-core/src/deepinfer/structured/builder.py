@@ -136,17 +136,15 @@ class GrammarBuilder:
 
     def cancel(self, ticket: Ticket) -> None:
         """Nobody waits for this ticket any more. A compilation that nobody else waits for ends at once."""
-        process = None
-        with self._changed:
+        with self._changed:  # also around the kill: until the job is settled its process works on nothing else
             job, ticket._job = ticket._job, None
             if job is None or ticket not in job.tickets:
                 return
             job.tickets.remove(ticket)
             if not job.tickets:
                 self._forget(job)
-                process = job.process
-        if process is not None:
-            process.kill()
+                if job.process is not None:
+                    job.process.kill()
 
     def wait(self, seconds: float) -> None:
         """Until some ticket is done, at most so long. Between the look at the tickets and this call one may be done

@@ -2,9 +2,8 @@
 
 A `GrammarCompiler` turns a `GrammarSpec` into bytes, in a process of its own; in the engine's process it loads those
 bytes as a `Grammar`, which any number of requests use at the same time, each with a `GrammarState`. xgrammar is built
-in;
-another engine is an entry point of the group `deepinfer.grammars` or named as `module:factory`, where the factory takes
-a `Vocabulary`.
+in; another engine is an entry point of the group `deepinfer.grammars` or named as `module:factory`, where the factory
+takes a `Vocabulary`.
 """
 
 from __future__ import annotations

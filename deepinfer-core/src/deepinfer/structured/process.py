@@ -32,6 +32,7 @@ class CompileProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._lock = threading.Lock()
+        self._killed = False
         self._closed = False
 
     def compile(self, spec: GrammarSpec, seconds: float) -> bytes:
@@ -55,9 +56,10 @@ class CompileProcess:
         return value
 
     def kill(self) -> None:
-        """End the process at once, whatever it does. From any thread; the owner finds out."""
+        """End the process at once, whatever it does. From any thread; the owner's next `compile` starts another."""
         with self._lock:
             if self._process is not None:
+                self._killed = True
                 self._process.kill()
 
     def close(self) -> None:
@@ -78,8 +80,9 @@ class CompileProcess:
 
     def _ready(self) -> Connection:
         """The connection to a process that waits for work."""
-        if self._connection is not None:
+        if self._connection is not None and self._lives():
             return self._connection
+        self._end()
         connection = self._start()
         try:
             connection.send((self._engine, self._vocabulary))
@@ -91,6 +94,11 @@ class CompileProcess:
             raise self._died("while it started") from None
         return connection
 
+    def _lives(self) -> bool:
+        """Whether the process is there to answer: not killed in its last moments of work, not dead since."""
+        with self._lock:
+            return not self._killed and self._process is not None and self._process.poll() is None
+
     def _start(self) -> Connection:
         ours, theirs = socket.socketpair()
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
@@ -98,6 +106,7 @@ class CompileProcess:
             if self._closed:
                 ours.close()
                 raise StructuredOutputError("the engine is closed")
+            self._killed = False
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "deepinfer.structured.worker", str(theirs.fileno())],
                 pass_fds=(theirs.fileno(),),
