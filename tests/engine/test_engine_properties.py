@@ -135,13 +135,13 @@ class EngineWalk(RuleBasedStateMachine):
         if not hasattr(self, "engine"):
             return
         scheduler, live = self.engine.scheduler, list(self.engine._live.values())
-        owners = live + scheduler._deferred  # ended, but a step in flight has their rows
+        owners = live + scheduler.memory.deferred  # ended, but a step in flight has their rows
         blocks = [block for seq in owners for block in seq.blocks]
         slots = [seq.slot for seq in owners if seq.slot]
         assert len(blocks) == len(set(blocks)) == scheduler.blocks.num_used
         assert len(slots) == len(set(slots)) == scheduler.slots.num_used
         assert sum(seq.slot > 0 for seq in live) == scheduler.num_running
-        assert all(scheduler.table.in_flight[seq.slot] for seq in scheduler._deferred)
+        assert all(scheduler.table.in_flight[seq.slot] for seq in scheduler.memory.deferred)
         assert 0 not in blocks
         assert scheduler.num_running <= scheduler.config.max_num_seqs
         table = scheduler.table

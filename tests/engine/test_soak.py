@@ -140,7 +140,7 @@ class Soak:
     def check(self) -> None:
         """Owners and references of every block and slot agree; nobody is lost."""
         scheduler, live = self.engine.scheduler, list(self.engine._live.values())
-        owners = live + scheduler._deferred
+        owners = live + scheduler.memory.deferred
         references = Counter(block for seq in owners for block in seq.blocks)
         assert 0 not in references
         assert all(scheduler.blocks.references(block) == count for block, count in references.items())

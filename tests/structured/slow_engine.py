@@ -1,4 +1,4 @@
-"""A grammar engine for tests of compiling itself: a spec says how it goes. "sleep SECONDS", "die", "wrong", or any text."""
+"""A grammar engine for tests of compiling: a spec says how it goes. "sleep SECONDS", "die", "wrong", or any text."""
 
 from __future__ import annotations
 

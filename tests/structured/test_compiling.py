@@ -1,5 +1,5 @@
-"""Compiling in processes of their own: limits, deaths, cancelling, sharing and keeping. The grammar engine is a stand-in
-that takes as long as it is told."""
+"""Compiling in processes of their own: limits, deaths, cancelling, sharing and keeping. The grammar engine is a
+stand-in that takes as long as it is told."""
 
 from __future__ import annotations
 

@@ -19,9 +19,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from deepinfer.config import EngineConfig
 from deepinfer.engine.batch import SlotTable, StepPlan
+from deepinfer.engine.blocks import BlockPool
 from deepinfer.engine.prefix import NOTHING, Match, PrefixCache
 from deepinfer.engine.sequence import Sequence
+from deepinfer.runner.inputs import CacheCapacity
 
 
 class Capture(NamedTuple):
@@ -132,3 +135,16 @@ class PrefixUse:
         inside = range(stride, length + 1, stride)
         wanted = {self._limit(length) // size * size, length // size * size, match.branch, *inside}
         return sorted(end for end in wanted if end > match.end)
+
+
+def make_prefix_use(config: EngineConfig, capacity: CacheCapacity, pool: BlockPool) -> PrefixUse | None:
+    """The prefix cache, if it is on and the executor has room for snapshots."""
+    if not config.enable_prefix_caching or not capacity.num_snapshots:
+        return None
+    settings, size = config.settings, capacity.block_size
+    mode = settings.yoco_prefill_truncation_mode
+    keep = 0 if mode == "off" else settings.yoco_prefill_keep_tokens
+    slots = range(capacity.num_slots, capacity.num_slots + capacity.num_snapshots)
+    salt = f"{config.model} {config.revision} {config.numerics} {mode} {keep} {size}"
+    cache = PrefixCache(pool, size, slots, salt)
+    return PrefixUse(cache, capacity.num_snapshots, keep, config.prefix_snapshot_interval)

@@ -23,10 +23,10 @@ import numpy as np
 
 from deepinfer.config import EngineConfig
 from deepinfer.engine.batch import SlotTable, StepPlan
-from deepinfer.engine.blocks import Availability, BlockPool
+from deepinfer.engine.memory import SequenceMemory
 from deepinfer.engine.policy import PriorityOrder, QueueView, RequestOrder, StepPolicy
-from deepinfer.engine.prefix import NOTHING, Match, PrefixCache
-from deepinfer.engine.prefix_use import PrefixUse
+from deepinfer.engine.prefix import NOTHING
+from deepinfer.engine.prefix_use import make_prefix_use
 from deepinfer.engine.queue import WaitingQueue
 from deepinfer.engine.sequence import Sequence, Status
 from deepinfer.errors import RequestError
@@ -66,10 +66,10 @@ class Scheduler:
         self.config = config
         self.policy = policy
         self.block_size = capacity.block_size
-        self.blocks = BlockPool(capacity.num_blocks)
-        self.slots = BlockPool(capacity.num_slots)
         blocks = -(-config.runtime_max_model_len // capacity.block_size)
         self.table = SlotTable(capacity.num_slots, blocks, capacity.block_size, config.num_draft_tokens)
+        self.memory = SequenceMemory(capacity, self.table)
+        self.blocks, self.slots = self.memory.blocks, self.memory.slots
         self.schedule = FixedSchedule() if schedule is None else schedule
         self._choose_late = choose_late  # the executor asks the schedule when the step begins
         self._stopped: list[Sequence] = []  # ended by the scheduler itself, not reported yet
@@ -81,7 +81,6 @@ class Scheduler:
         self._running: dict[str, Sequence] = {}  # in order of admission
         self._running_slots: np.ndarray | None = None  # [running], None = to be rebuilt
         self._num_drafts = config.num_draft_tokens
-        self._deferred: list[Sequence] = []  # ended, memory still used by a step in flight
 
     # --- what the engine calls --------------------------------------------------------------------------------------
 
@@ -132,14 +131,14 @@ class Scheduler:
         self.table.surplus[plan.slots] -= plan.drafts
         if self.prefix is not None and plan.kind == "decode":
             self.prefix.complete(plan, self.table, before)
-        self._release_deferred()
+        self.memory.release_deferred()
 
     def forget_steps(self) -> None:
         """Every step in flight is lost (the executor failed): nothing uses memory any more."""
         self.table.in_flight[:] = self.table.pending[:] = self.table.surplus[:] = 0
         if self.prefix is not None:
             self.prefix.cache.cancel_pending()
-        self._release_deferred()
+        self.memory.release_deferred()
 
     def forget_contents(self) -> None:
         """A step broke: what caches hold cannot be trusted, so nobody may go on from it."""
@@ -156,7 +155,7 @@ class Scheduler:
             self.prefix.cache.withdraw(seq.blocks)
         if self._prefilling is seq:
             self._prefilling = None
-        self._release(seq)
+        self.memory.release(seq)
 
     def take_stopped(self) -> list[Sequence]:
         """Sequences that planning had to end for lack of memory, for the engine to report."""
@@ -203,7 +202,7 @@ class Scheduler:
         reads = match.end + min(rows, budget)
         if self._max_context is not None and context and context + reads > self._max_context:
             return None
-        if not self._take_memory(seq, match):
+        if not self.memory.take(seq, match):
             return None
         self._waiting.discard(seq)
         seq.status, seq.source = Status.PREFILLING, seq.all_tokens()
@@ -212,19 +211,6 @@ class Scheduler:
         self.table.assign(seq)
         self._prefilling = seq
         return seq
-
-    def _take_memory(self, seq: Sequence, match: Match) -> bool:
-        """A slot, and the blocks of the match and for what is behind it, if there are so many."""
-        total = -(-seq.length // self.block_size)
-        assert self.blocks.can_allocate(total) is not Availability.NEVER, (seq.length, self.blocks.num_total)
-        self.blocks.pin(match.blocks)
-        needed = total - len(match.blocks)
-        if any(pool.can_allocate(n) is not Availability.OK for pool, n in ((self.blocks, needed), (self.slots, 1))):
-            self.blocks.free(match.blocks)
-            return False
-        (seq.slot,) = self.slots.allocate(1)
-        seq.blocks = [*match.blocks, *self.blocks.allocate(needed)]
-        return True
 
     def _start_running(self, seq: Sequence) -> None:
         """Its prompt is scheduled to the end: from the next step on it decodes, unless it is only scored."""
@@ -331,10 +317,10 @@ class Scheduler:
             seq = sequences[index]
             if seq.status is not Status.RUNNING:
                 continue  # preempted for an older one
-            if drafts[index] and not self._take_blocks(seq, int(ends[index])):
+            if drafts[index] and not self.memory.grow(seq, int(ends[index])):
                 drafts[index] = 0
             end = int(self._block_ends(slots[index], drafts[index]))
-            while seq.status is Status.RUNNING and not self._take_blocks(seq, end):
+            while seq.status is Status.RUNNING and not self.memory.grow(seq, end):
                 if not self._make_room(seq):
                     return False
         return True
@@ -342,15 +328,6 @@ class Scheduler:
     def _block_ends(self, slots: np.ndarray, drafts: np.ndarray) -> np.ndarray:
         """Tokens the blocks of these sequences must hold. The last token of a request is never fed back."""
         return np.minimum(self.table.scheduled[slots] + 1 + drafts, self.table.max_len[slots] - 1)
-
-    def _take_blocks(self, seq: Sequence, end: int) -> bool:
-        """Blocks for `end` tokens if so many are free."""
-        needed = -(-end // self.block_size) - len(seq.blocks)
-        if self.blocks.can_allocate(max(0, needed)) is not Availability.OK:
-            return False
-        for block in self.blocks.allocate(max(0, needed)):
-            self.table.add_block(seq, block)
-        return True
 
     def _make_room(self, seq: Sequence) -> bool:
         """Preempt the most recently admitted sequence of those with the least urgent priority, which may be `seq`
@@ -381,7 +358,7 @@ class Scheduler:
             self._running_slots = None
         if self._prefilling is seq:
             self._prefilling = None
-        self._release(seq)
+        self.memory.release(seq)
         seq.status = Status.WAITING
         seq.num_preemptions += 1
         self._waiting.put_back(seq)
@@ -392,33 +369,3 @@ class Scheduler:
         seq.finish("insufficient_system_resource", error=error)
         self.remove(seq)
         self._stopped.append(seq)
-
-    def _release_deferred(self) -> None:
-        ended, self._deferred = self._deferred, []
-        for seq in ended:
-            self._release(seq)
-
-    def _release(self, seq: Sequence) -> None:
-        """Return slot and blocks to their pools, or remember to once no step in flight uses them."""
-        if not seq.slot:
-            return
-        if self.table.in_flight[seq.slot]:
-            self._deferred.append(seq)
-            return
-        self.blocks.free(reversed(seq.blocks))  # the end of a text is forgotten before its beginning
-        self.slots.free([seq.slot])
-        self.table.num_blocks[seq.slot] = 0
-        seq.slot, seq.blocks, seq.source = 0, [], None
-
-
-def make_prefix_use(config: EngineConfig, capacity: CacheCapacity, pool: BlockPool) -> PrefixUse | None:
-    """The prefix cache, if it is on and the executor has room for snapshots."""
-    if not config.enable_prefix_caching or not capacity.num_snapshots:
-        return None
-    settings, size = config.settings, capacity.block_size
-    mode = settings.yoco_prefill_truncation_mode
-    keep = 0 if mode == "off" else settings.yoco_prefill_keep_tokens
-    slots = range(capacity.num_slots, capacity.num_slots + capacity.num_snapshots)
-    salt = f"{config.model} {config.revision} {config.numerics} {mode} {keep} {size}"
-    cache = PrefixCache(pool, size, slots, salt)
-    return PrefixUse(cache, capacity.num_snapshots, keep, config.prefix_snapshot_interval)
