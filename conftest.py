@@ -20,9 +20,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # as the cpu backend sets it
 os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported, by whichever test is first
-# One process a core, or all cores in one.
-_threads = 1 if "PYTEST_XDIST_WORKER" in os.environ else min(4, os.cpu_count() or 1)
-os.environ.setdefault("OMP_NUM_THREADS", str(_threads))
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ["OMP_NUM_THREADS"] = "1"  # one process a core; the controller's own value has been inherited
+else:
+    os.environ.setdefault("OMP_NUM_THREADS", str(min(4, os.cpu_count() or 1)))  # all cores in one process
 
 
 @pytest.fixture(scope="session", autouse=True)
