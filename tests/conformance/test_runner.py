@@ -83,6 +83,20 @@ def test_a_case_passes_fails_or_is_skipped_and_says_why():
     assert crashed.bad and "raised RuntimeError: boom" in crashed.detail and "test_runner.py" in crashed.detail
 
 
+def test_a_long_level_says_how_far_it_is():
+    """A user who waits for minutes learns that something happens, and at once whether something failed."""
+    coming = [CaseResult(1, "gemm.linear", f"case {n}", "fail" if n == 1 else "pass", "why") for n in range(3)]
+    shown: list[str] = []
+    assert list(runner.watched(coming, shown.append, interval=0)) == coming
+    assert shown == [
+        "  ... 1 cases, 0 failed; last: gemm.linear: case 0",
+        "  ... 2 cases, 1 failed; last: gemm.linear: case 1",
+        "  ... 3 cases, 1 failed; last: gemm.linear: case 2",
+    ]
+    shown.clear()
+    assert list(runner.watched(coming, shown.append, interval=60)) == coming and not shown
+
+
 def test_a_skip_without_a_reason_and_an_unknown_status_are_mistakes_of_the_kit():
     with pytest.raises(ValueError, match="has to say why"):
         CaseResult(1, None, "x", "skip")

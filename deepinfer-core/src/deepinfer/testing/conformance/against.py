@@ -19,7 +19,7 @@ from deepinfer.testing.conformance import deviation, runs
 from deepinfer.testing.conformance.engine import EngineBench
 from deepinfer.testing.conformance.judge import judge, outcome
 from deepinfer.testing.conformance.report import Report
-from deepinfer.testing.conformance.runner import Options, Show, guarded, quiet_hooks, select_infos
+from deepinfer.testing.conformance.runner import Options, Show, guarded, quiet_hooks, select_infos, watched
 from deepinfer.testing.opinfo import OpInfo, Sample, Trio
 from deepinfer.testing.results import Case, CaseResult, Failure, Worst
 from deepinfer.testing.subject import Subject, make_subject
@@ -42,7 +42,7 @@ def run_against(
         show(report.heading())
         for level in (level for level in LEVELS if level in options.chosen_levels):
             results = _level(level, first, second, infos, options)
-            report.results += map(options.expected.apply, guarded(level, results))
+            report.results += watched(map(options.expected.apply, guarded(level, results)), show)
             show(report.level_line(level))
         show(report.ending())
     return report

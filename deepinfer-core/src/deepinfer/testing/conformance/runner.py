@@ -10,6 +10,7 @@ import fnmatch
 import importlib
 import json
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -112,7 +113,7 @@ def run_conformance(backend: str | LoadedBackend, options: Options, show: Show =
         report = Report(subject.loaded, subject.ops, options.config, options.to_json())
         show(report.heading())
         for level in options.chosen_levels:
-            report.results += run_level(level, subject, infos, options)
+            report.results += watched(run_level(level, subject, infos, options), show)
             show(report.level_line(level))
         if options.complete:
             report.results += options.expected.unused(report.results)
@@ -189,6 +190,17 @@ def guarded(level: int, results: Iterable[CaseResult]) -> Iterator[CaseResult]:
     except Exception as error:
         detail = f"the level stopped: {type(error).__name__}: {error}"
         yield CaseResult(level, None, "the whole level", FAIL, detail)
+
+
+def watched(results: Iterable[CaseResult], show: Show, interval: float = 20.0) -> Iterator[CaseResult]:
+    """The results; while they come, a line every `interval` seconds says how far the level is and what failed so far."""
+    done, failed, last = 0, 0, time.monotonic()
+    for result in results:
+        done, failed = done + 1, failed + result.bad
+        if time.monotonic() - last >= interval:
+            show(f"  ... {done} cases, {failed} failed; last: {result.name}")
+            last = time.monotonic()
+        yield result
 
 
 def read_timings(path: Path | None) -> dict[str, dict[str, float]]:
