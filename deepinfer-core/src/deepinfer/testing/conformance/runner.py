@@ -193,7 +193,7 @@ def guarded(level: int, results: Iterable[CaseResult]) -> Iterator[CaseResult]:
 
 
 def watched(results: Iterable[CaseResult], show: Show, interval: float = 20.0) -> Iterator[CaseResult]:
-    """The results; while they come, a line every `interval` seconds says how far the level is and what failed so far."""
+    """The results; while they come, a line every `interval` seconds says how far the level is."""
     done, failed, last = 0, 0, time.monotonic()
     for result in results:
         done, failed = done + 1, failed + result.bad
